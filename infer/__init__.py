@@ -1,0 +1,1 @@
+"""Decoding: prefill, then propose, verify, accept and commit until done; generation, benchmark and server drive it."""
