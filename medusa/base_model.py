@@ -1,0 +1,235 @@
+"""The base model behind one small adapter: a stock Transformers model, its tokenizer, and how a tree passes through.
+
+Everything that moves between Transformers releases or differs between model families is in this file: the cache
+argument's name, mask kinds for sliding windows, the attention implementation, what a model does to its logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import TREE_ATTENTION
+from .kv_cache import KVCache
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class BaseModel:
+    """A causal language model being accelerated. The engine owns `model`; nothing is ever written onto it but by
+    `medusa.linear.pack_linears`, on request."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str | None = None
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.lm_head_weight.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.lm_head_weight.shape[0])
+
+    @cached_property
+    def lm_head_weight(self) -> Tensor:
+        """[V, D], as loaded."""
+        return self.model.get_output_embeddings().weight.detach()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.get_input_embeddings().weight.dtype
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the model was made for, in tokens."""
+        return int(getattr(self.config, "max_position_embeddings", None) or 1 << 30)
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """All ids that end an answer: the generation config's, else the model's or the tokenizer's."""
+        for owner in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
+            ids = getattr(owner, "eos_token_id", None)
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset()
+
+    @cached_property
+    def cache_argument(self) -> str:
+        """`past_key_values` became `cache` in Transformers 5.24."""
+        return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+
+    @cached_property
+    def window(self) -> int | None:
+        """Tokens a sliding layer sees, itself included; None where no layer slides."""
+        kinds = getattr(self.config, "layer_types", None)
+        window = getattr(self.config, "sliding_window", None)
+        return window if window and (kinds is None or "sliding_attention" in kinds) else None
+
+    @property
+    def _folds_groups(self) -> bool:
+        return bool(self.config._attn_implementation == TREE_ATTENTION)
+
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
+        return KVCache(self.config.num_hidden_layers, num_rows, capacity)
+
+    @torch.no_grad()
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Final-norm hidden states [B, T, D] of whole right-padded sequences [B, T], without the lm_head's cost."""
+        output = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return output.last_hidden_state
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, tree_mask: Tensor, cache: KVCache, rows: slice
+    ) -> Tensor:
+        """Hidden states [B, N, D] of N new tokens behind the cached ones.
+
+        input_ids and positions: int64 [B, N]. tree_mask: bool [N, N], which new tokens see which. `cache` holds the
+        new keys and values until `cache.commit` says which stay.
+        """
+        width = cache.begin_forward(rows, input_ids.shape[1])
+        mask = self._mask(positions, tree_mask, cache.lengths[rows], width)
+        arguments = {self.cache_argument: cache, "use_cache": True}
+        output = self.model.base_model(
+            input_ids=input_ids, position_ids=positions, attention_mask=mask, **arguments
+        )
+        return output.last_hidden_state
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V], with whatever the family does to its logits after the projection."""
+        logits = self.model.get_output_embeddings()(hidden)
+        if scale := getattr(self.config, "logits_scaling", None):  # Granite divides
+            logits = logits / scale
+        if scale := getattr(self.config, "logit_scale", None):  # Cohere multiplies
+            logits = logits * scale
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma 2
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def _mask(self, positions: Tensor, tree_mask: Tensor, lengths: Tensor, width: int) -> Any:
+        """Float masks [B, 1, N (x groups), width + N], one or a dict by layer kind, 0 where seen, -inf elsewhere."""
+        batch, num_tokens = positions.shape
+        lengths = lengths.to(positions.device)
+        slots = torch.arange(width, device=positions.device)
+        context = (slots < lengths[:, None])[:, None].expand(batch, num_tokens, width)
+        visible = torch.cat([context, tree_mask.to(positions.device).expand(batch, -1, -1)], dim=-1)
+        if self.window is None:
+            return self._float_mask(visible)
+        key_positions = torch.cat([slots.expand(batch, width), positions], dim=-1)
+        near = positions[:, :, None] - key_positions[:, None] < self.window
+        if "full_attention" in (getattr(self.config, "layer_types", None) or ()):
+            return {
+                "full_attention": self._float_mask(visible),
+                "sliding_attention": self._float_mask(visible & near),
+            }
+        return self._float_mask(visible & near)
+
+    def _float_mask(self, visible: Tensor) -> Tensor:
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+        mask = mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[:, None]
+        if self._folds_groups:
+            num_heads = self.config.num_attention_heads
+            mask = mask.repeat(1, 1, num_heads // (getattr(self.config, "num_key_value_heads", None) or num_heads), 1)
+        return mask
+
+
+def load_base_model(
+    name_or_path: str,
+    *,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> BaseModel:
+    """Load a stock Transformers model and its tokenizer, frozen, ready for tree decoding.
+
+    Raises ValueError for a name that cannot be loaded, an unknown dtype, or a family that a tree cannot pass through.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=as_dtype(dtype), **options)
+    except (OSError, ValueError, KeyError) as error:
+        where = "a local directory" if Path(name_or_path).exists() else "no local directory of that name, nor a Hub model"
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"base model {name_or_path!r} cannot be loaded ({where}): {reason}") from error
+    return adapt_base_model(model.to(device), tokenizer, name=name_or_path, revision=revision)
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def adapt_base_model(model: Any, tokenizer: Any, *, name: str, revision: str | None = None) -> BaseModel:
+    """Freeze a loaded model, choose its attention and prove on three tokens that our forward is the stock one.
+
+    Raises ValueError where a layer cannot be rolled back (recurrent state) or the family's logits would differ.
+    """
+    kinds = set(getattr(model.config, "layer_types", None) or ()) - SUPPORTED_LAYERS
+    if kinds:
+        raise ValueError(
+            f"base model {name!r} has layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled back "
+            "after a rejected draft; tree decoding needs full or sliding attention in every layer"
+        )
+    model.requires_grad_(False).eval()
+    base = BaseModel(model, tokenizer, name, revision)
+    reference = _probe_stock(base)
+    _choose_attention(model)
+    difference = (_probe_tree(base) - reference).abs().max().item()
+    # Scaled to the logits: half precision rounds large ones coarsely.
+    tolerance = (1e-3 if base.dtype == torch.float32 else 0.1) * max(1.0, reference.abs().max().item())
+    if not difference <= tolerance:
+        raise ValueError(
+            f"base model {name!r} ({type(model).__name__}): logits through the tree path differ from its own forward "
+            f"by {difference:.2g} (allowed {tolerance:.2g}); this family is not supported"
+        )
+    return base
+
+
+def _choose_attention(model: Any) -> None:
+    """Our grouped attention where the stock model would use plain SDPA, else eager, which takes any float mask."""
+    config = model.config
+    plain = config._attn_implementation == "sdpa" and not getattr(config, "attn_logit_softcapping", None)
+    model.set_attn_implementation(TREE_ATTENTION if plain else "eager")
+
+
+def _probe_ids(base: BaseModel) -> Tensor:
+    return torch.arange(1, 4, device=base.device)[None] % base.vocab_size
+
+
+@torch.no_grad()
+def _probe_stock(base: BaseModel) -> Tensor:
+    return base.model(input_ids=_probe_ids(base), use_cache=False).logits.float()
+
+
+def _probe_tree(base: BaseModel) -> Tensor:
+    ids = _probe_ids(base)
+    positions = torch.arange(ids.shape[1], device=base.device)[None]
+    mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    hidden = base.forward(ids, positions, mask, base.new_cache(1, ids.shape[1]), slice(0, 1))
+    return base.logits(hidden).float()

@@ -1,0 +1,167 @@
+"""Faster float32 linear layers on a CPU, for the handful of rows that a tree step multiplies.
+
+A matrix product of 8 to 32 rows is where stock `F.linear` is weakest: on some processors oneDNN's prepacked weights are
+several times faster, on others MKL is, but only if the product is written the other way round (`W x^T`). Which one
+wins depends on the machine, the shape and the number of rows, so `pack_linears` measures all three on the model's own
+weights (about two seconds) and gives every layer the best. A packed weight replaces the original: no memory is added,
+but for a weight that is tied to the embeddings. All three compute the same product; `F.linear` is the reference.
+
+This is the one place that writes onto a base model, and only on one that the engine owns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MEASURED_ROWS = (1, 4, 8, 16, 32)
+MAX_SAMPLES = 6  # weights of a shape that are measured, so that none is found in the cache
+REPEATS = 5
+
+
+def multiply_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def multiply_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in] @ weight [out, in].T as (weight @ x.T).T; the result's last dimension is not contiguous."""
+    product = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t()
+    if bias is not None:
+        product = product + bias
+    return product.unflatten(0, x.shape[:-1])
+
+
+def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`weight` as `pack_weight` made it."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def can_pack(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """oneDNN's blocked copy of a float32 [out, in] weight, laid out for about 16 rows."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
+
+
+KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "plain": multiply_plain,
+    "transposed": multiply_transposed,
+    "packed": multiply_packed,
+}
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """Which kernel multiplies how many rows: `by_rows[i]` up to `MEASURED_ROWS[i]` rows, `beyond` for more."""
+
+    by_rows: tuple[str, ...]
+    beyond: str
+
+    @property
+    def packed(self) -> bool:
+        return self.beyond == "packed"
+
+    def kernel(self, num_rows: int) -> str:
+        for limit, name in zip(MEASURED_ROWS, self.by_rows, strict=True):
+            if num_rows <= limit:
+                return name
+        return self.beyond
+
+
+PLAIN_PLAN = LinearPlan(("plain",) * len(MEASURED_ROWS), "plain")
+PACKED_PLAN = LinearPlan(("packed",) * len(MEASURED_ROWS), "packed")
+
+
+class FastLinear(nn.Module):
+    """An inference-only `nn.Linear` that multiplies by plan. `weight` is opaque when the plan packs it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.plan = plan
+        self.weight = pack_weight(weight) if plan.packed else weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._kernels = [KERNELS[plan.kernel(rows)] for rows in range(MEASURED_ROWS[-1] + 1)]
+        self._beyond = KERNELS[plan.beyond]
+
+    def forward(self, x: Tensor) -> Tensor:
+        num_rows = x.numel() // self.in_features
+        kernel = self._kernels[num_rows] if num_rows < len(self._kernels) else self._beyond
+        return kernel(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, plan={'/'.join(self.plan.by_rows)}"
+
+
+@dataclass
+class LinearReport:
+    """What `pack_linears` did: seconds per product by (out, in) shape, kernel and number of rows, and the plans."""
+
+    seconds: dict[tuple[int, int], dict[str, tuple[float, ...]]] = field(default_factory=dict)
+    plans: dict[tuple[int, int], LinearPlan] = field(default_factory=dict)
+    num_layers: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-ready: the plan of each shape."""
+        return {f"{out}x{inner}": list(plan.by_rows) for (out, inner), plan in self.plans.items()}
+
+
+def choose_plan(seconds: dict[str, tuple[float, ...]]) -> LinearPlan:
+    """Packed if that is faster summed over the measured row counts, else the better unpacked kernel for each."""
+    unpacked = tuple(zip(seconds["plain"], seconds["transposed"], strict=True))
+    if sum(seconds["packed"]) < sum(min(pair) for pair in unpacked):
+        return PACKED_PLAN
+    return LinearPlan(tuple("plain" if plain <= other else "transposed" for plain, other in unpacked), "plain")
+
+
+def measure_kernels(weights: list[Tensor]) -> dict[str, tuple[float, ...]]:
+    """Median seconds of each kernel at each of `MEASURED_ROWS`, over several weights of one shape."""
+    packed = [pack_weight(weight) for weight in weights]
+    operands = {"plain": weights, "transposed": weights, "packed": packed}
+    return {
+        name: tuple(_seconds(KERNELS[name], operand, rows, weights[0].shape[1]) for rows in MEASURED_ROWS)
+        for name, operand in operands.items()
+    }
+
+
+def _seconds(kernel: Callable[..., Tensor], weights: list[Tensor], rows: int, inner: int) -> float:
+    x = torch.randn(1, rows, inner)
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for weight in weights:
+            kernel(x, weight, None)
+        times.append((time.perf_counter() - start) / len(weights))
+    return sorted(times)[REPEATS // 2]
+
+
+@torch.no_grad()
+def pack_linears(model: nn.Module) -> LinearReport:
+    """Replace every float32 CPU `nn.Linear` inside `model` by a `FastLinear` tuned on this machine.
+
+    For inference only: gradients and `state_dict` of the packed layers are gone. On another device or dtype nothing
+    is touched and the report is empty.
+    """
+    layers: dict[tuple[int, int], list[tuple[nn.Module, str, nn.Linear]]] = defaultdict(list)
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear and can_pack(child.weight):
+                layers[(child.out_features, child.in_features)].append((parent, name, child))
+    report = LinearReport()
+    for shape, members in layers.items():
+        samples = [child.weight.detach() for _, _, child in members[:MAX_SAMPLES]]
+        report.seconds[shape] = measure_kernels(samples)
+        plan = report.plans[shape] = choose_plan(report.seconds[shape])
+        for parent, name, child in members:
+            setattr(parent, name, FastLinear(child.weight, child.bias, plan))
+            report.num_layers += 1
+    return report
