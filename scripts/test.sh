@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then checks style and types and runs every test that needs no GPU.
+#
+#   scripts/test.sh [PYTEST ARGUMENTS]     for example: scripts/test.sh -k tree -x
+#
+# VENV, PYTHON, TORCH_VERSION, TORCH_INSTALL: see scripts/setup_env.sh.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+export VENV="${VENV:-.venv}"
+scripts/setup_env.sh train,dev,demo
+python="$VENV/bin/python"
+
+say() { printf '\n== %s\n' "$*"; }
+say "ruff"
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+say "mypy"
+"$python" -m mypy
+say "demo model"
+"$python" scripts/demo_model.py --out runs/demo-model
+say "tests"
+"$python" -m pytest -m "not gpu" --durations=15 "$@"
