@@ -1,0 +1,61 @@
+"""Fingerprints of a base model: a cheap one that tells models apart, and a full one that proves a model unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .linear import FastLinear
+
+SAMPLES_PER_TENSOR = 64
+CONFIG_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+)
+
+
+def fingerprint(model: Any) -> str:
+    """sha256 (hex) over the config's shapes and some values of each parameter; milliseconds for billions of weights.
+
+    Values are rounded to bfloat16, so that float32 and bfloat16 loads of one checkpoint agree (float16 may not).
+    Names and order of parameters do not count: they move between Transformers releases. Take it before any packing.
+    """
+    assert not any(isinstance(module, FastLinear) for module in model.modules()), "fingerprint before pack_linears"
+    shapes = {name: getattr(model.config, name, None) for name in CONFIG_FIELDS}
+    digest = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode())
+    for part in sorted(_sample_digest(parameter) for parameter in model.parameters()):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def full_fingerprint(model: nn.Module) -> str:
+    """sha256 (hex) over every parameter and saved buffer, bit for bit: equal before and after means untouched."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _sample_digest(tensor: Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
+    sample = flat[::stride][:SAMPLES_PER_TENSOR].to(torch.bfloat16)
+    return hashlib.sha256(f"{list(tensor.shape)}".encode() + _bytes(sample)).digest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().reshape(-1).cpu()
+    return flat.view(torch.uint8).numpy().data
