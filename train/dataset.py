@@ -82,7 +82,8 @@ def _encode_all(
 ) -> Iterator[tuple[Conversation, EncodedConversation | MaskError]]:
     encoder: ConversationEncoder | None = None  # records with exact ids need no chat template
     columns = [TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, console=console, transient=True, disable=console is None) as progress:
+    is_shown = console is not None and console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("Tokenising conversations", total=None)
         conversations = iter(conversations)
         while chunk := list(islice(conversations, CONVERSATIONS_AT_ONCE)):
