@@ -98,8 +98,10 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Any:
-    """Printable ASCII, a token a character: 0 pad, 1 <|im_start|>, 2 <|im_end|> (ends a turn), 3 unknown, 4 newline, then
-    " " to "~" from 5: 100 ids, inside VOCAB_SIZE. Any other character becomes 3."""
+    """Printable ASCII, a token a character; 100 ids, inside VOCAB_SIZE.
+
+    0 pad, 1 <|im_start|>, 2 <|im_end|> (ends a turn), 3 any other character, 4 newline, then " " to "~" from 5.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
