@@ -78,7 +78,7 @@ step() {
 
 install_project() {
     say "installing medusa-decoding with extras: $EXTRAS"
-    "$VENV/bin/python" -m pip install -e ".[$EXTRAS]"
+    "$VENV/bin/python" -m pip install -e ".[$EXTRAS]" | sed '/already satisfied/d'
 }
 
 changed=0
