@@ -158,15 +158,13 @@ CASES = {
     "generation": (GENERATION, "bytes", "<|im_end|>", ["Say hi<|im_end|>", "assistant\nSay hi<|im_end|>"]),
     "generation content": (GENERATION_CONTENT, "bytes", "</s>", ["Say hi<|im_end|>", "assistant\nSay hi<|im_end|>"]),
     "no generation prompt": (NO_PROMPT, "bytes", "</s>", ["Say hi<|im_end|>", "assistant\nSay hi<|im_end|>"]),
-    "no end token": (NO_END, "bytes", "</s>", ["\nSay hi", "\nassistant\nSay hi"]),
+    "no end token": (NO_END, "bytes", "</s>", ["Say hi", "assistant\nSay hi"]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_several_turns_with_repeated_text(case):
     template, kind, eos, expected = CASES[case]
-    if case == "no end token":
-        expected = [run.removeprefix("\n") for run in expected]
     assert under_loss(make_tokenizer(template, kind, eos), REPEATED) == expected
 
 
@@ -246,6 +244,18 @@ def test_templates_that_cannot_be_masked_are_refused_by_name(case):
     message = str(error.value)
     assert "org/a-chat-model" in message and "{% generation %}" in message and "prompt_ids" in message
     assert "\n" not in message
+
+
+def test_thinking_cannot_be_told_from_the_header_without_a_generation_prompt():
+    no_prompt = QWEN3[: QWEN3.index("{% if add_generation_prompt")]
+    assert under_loss(make_tokenizer(no_prompt), conversation("Say hi", "hi")) == ["hi<|im_end|>"]
+    with pytest.raises(MaskError, match="before an answer depends on the answer"):
+        encode_conversation(make_tokenizer(no_prompt), conversation("Say hi", "<think>hi?</think>hi"))
+
+
+def test_a_last_turn_that_ends_otherwise_but_without_a_token_is_masked():
+    template = NO_END.replace("{% endfor %}", "{{ '--' if loop.last else '\n' }}{% endfor %}")
+    assert under_loss(make_tokenizer(template, "bytes", "</s>"), REPEATED) == ["Say hi", "assistant\nSay hi"]
 
 
 def test_other_end_for_the_last_is_exact_in_single_turns():

@@ -115,6 +115,9 @@ def test_bad_records_are_named_in_one_line_or_skipped_and_counted(tmp_path, case
 
 
 def test_messages_say_what_was_got(tmp_path):
+    source = write(tmp_path / "cut.jsonl", '{"messages": [', "")
+    with pytest.raises(ValueError, match=r"cut.jsonl:1: got broken JSON \(Expecting value at column 15\)"):
+        list(read_conversations(source))
     source = write(tmp_path / "data.jsonl", json.dumps({"messages": [USER, {"role": "robot", "content": "x"}]}))
     with pytest.raises(ValueError, match=r"got messages\[1\].role robot, expected one of system, user, assistant"):
         list(read_conversations(source))

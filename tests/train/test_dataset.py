@@ -155,6 +155,7 @@ def test_frequent_tokens_hold_required_ids_and_fill_up_with_the_lowest():
     assert frequent_tokens(EXAMPLES, 2, 10, required=[9]).tolist() == [4, 9]
     assert frequent_tokens(EXAMPLES, 6, 10).tolist() == [0, 1, 4, 5, 7, 8]
     assert frequent_tokens(EXAMPLES, 10, 10).tolist() == list(range(10))
+    assert frequent_tokens(EXAMPLES, 500, 50_000).tolist() == list(range(500))
 
 
 def test_frequent_tokens_refuse_impossible_sizes_and_foreign_ids():
