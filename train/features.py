@@ -1,0 +1,169 @@
+"""Where the heads' inputs come from: the frozen base run on each batch, or hidden states computed once on disk.
+
+Both give [n, D]: the rows of `label_positions`, example by example, so everything behind is the same code. On disk only
+those positions are kept, in the base's dtype, as raw `.bin` shards written atomically, so that an interrupted run goes
+on at the next shard. Several processes share the work and need a shared directory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from medusa.base_model import BaseModel
+from medusa.checkpoint import write_atomically
+
+from .batching import Batch, Example, collate
+from .loss import label_positions
+
+SHARD_EXAMPLES = 16
+INDEX_FILE = "index.json"
+
+
+class HiddenSource(Protocol):
+    """hidden(indices, batch) -> [n, D] on the batch's device; `batch` is the examples of `indices`, collated."""
+
+    def hidden(self, indices: Sequence[int], batch: Batch) -> Tensor: ...
+
+
+@dataclass
+class OnlineHidden:
+    """Runs the base on every batch."""
+
+    base: BaseModel
+    num_heads: int
+
+    def hidden(self, indices: Sequence[int], batch: Batch) -> Tensor:
+        states = self.base.hidden_states(batch.input_ids, batch.attention_mask)
+        return states[label_positions(batch.loss_mask, self.num_heads)]
+
+
+@dataclass(frozen=True)
+class FeatureLayout:
+    """Which shard holds what. Shards go from the longest examples to the shortest, which saves padding, and shows
+    at once whether memory suffices."""
+
+    folder: Path
+    examples: Sequence[Example]
+    num_heads: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """Rows kept of each example."""
+        return [int(label_positions(example.loss_mask[None], self.num_heads).sum()) for example in self.examples]
+
+    @cached_property
+    def shards(self) -> list[list[int]]:
+        """Indices of the examples in each shard, in the order of their rows."""
+        order = sorted(range(len(self.examples)), key=lambda i: -len(self.examples[i]))
+        return [order[start : start + SHARD_EXAMPLES] for start in range(0, len(order), SHARD_EXAMPLES)]
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """(shard, first row) of each example."""
+        places = {}
+        for number, members in enumerate(self.shards):
+            row = 0
+            for index in members:
+                places[index] = (number, row)
+                row += self.positions[index]
+        return places
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"shard-{number:05d}.bin"
+
+    def num_rows(self, number: int) -> int:
+        return sum(self.positions[index] for index in self.shards[number])
+
+    def num_bytes(self, number: int) -> int:
+        return self.num_rows(number) * self.hidden_size * self.dtype.itemsize
+
+    def num_tokens(self, number: int) -> int:
+        return sum(len(self.examples[index]) for index in self.shards[number])
+
+    def is_done(self, number: int) -> bool:
+        path = self.path(number)
+        return path.exists() and path.stat().st_size == self.num_bytes(number)
+
+
+class CachedHidden:
+    """Reads what `compute_features` wrote. Shards are memory-mapped: a batch costs its own rows, not the set's."""
+
+    def __init__(self, layout: FeatureLayout) -> None:
+        self.layout = layout
+        self._shards: dict[int, Tensor] = {}
+
+    def hidden(self, indices: Sequence[int], batch: Batch) -> Tensor:
+        rows = []
+        for index in indices:
+            number, start = self.layout.places[index]
+            rows.append(self._shard(number)[start : start + self.layout.positions[index]])
+        return torch.cat(rows).to(batch.input_ids.device)
+
+    def _shard(self, number: int) -> Tensor:
+        if number not in self._shards:
+            layout = self.layout
+            shape = (layout.num_rows(number), layout.hidden_size)
+            flat = torch.empty(0, dtype=layout.dtype)  # an empty file cannot be mapped
+            if shape[0]:
+                flat = torch.from_file(str(layout.path(number)), size=shape[0] * shape[1], dtype=layout.dtype)
+            self._shards[number] = flat.view(shape)
+        return self._shards[number]
+
+
+def prepare_folder(layout: FeatureLayout, identity: str) -> int:
+    """Empties the folder unless it holds features of the same `identity` (base, data, heads, dtype). Returns the bytes
+    that are still to be written. Raises ValueError where the disk lacks room for them."""
+    folder, index = layout.folder, layout.folder / INDEX_FILE
+    content = json.dumps({"identity": identity}) + "\n"
+    if not index.is_file() or index.read_text(encoding="utf-8") != content:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_atomically({index: lambda path: path.write_text(content, encoding="utf-8")})
+    missing = sum(layout.num_bytes(n) for n in range(len(layout.shards)) if not layout.is_done(n))
+    free = shutil.disk_usage(folder).free
+    if missing > free:
+        raise ValueError(
+            f"{folder}: got {free / 1e9:.2f} GB of free disk, expected {missing / 1e9:.2f} GB for hidden states; "
+            "free some, set data.limit or data.max_length lower, or train.cache_hidden_states=false"
+        )
+    return missing
+
+
+def compute_features(
+    layout: FeatureLayout,
+    base: BaseModel,
+    batch_size: int,
+    shards: Sequence[int],
+    progress: Callable[[int, bool], None],
+) -> None:
+    """Writes those of `shards` that are not there yet. After each, `progress(its tokens, whether computed now)`."""
+    for number in shards:
+        is_done = layout.is_done(number)
+        if not is_done:
+            examples = [layout.examples[index] for index in layout.shards[number]]
+            rows = torch.cat(_hidden_of(base, examples, layout.num_heads, batch_size)).contiguous()
+            data = rows.view(torch.uint8).numpy()
+            write_atomically({layout.path(number): data.tofile})
+        progress(layout.num_tokens(number), not is_done)
+
+
+def _hidden_of(base: BaseModel, examples: Sequence[Example], num_heads: int, batch_size: int) -> list[Tensor]:
+    """[n_i, D] of each example."""
+    results = []
+    for start in range(0, len(examples), batch_size):
+        batch = collate(examples[start : start + batch_size]).to(base.device)
+        states = base.hidden_states(batch.input_ids, batch.attention_mask)
+        reached = label_positions(batch.loss_mask, num_heads)
+        results += [states[row][reached[row]].cpu() for row in range(len(states))]
+    return results

@@ -1,0 +1,231 @@
+"""The training loop: the same for one process and for many, for hidden states computed now or read from disk.
+
+Gradients are sums until the step: they are added up over micro-batches and processes, then divided by the number of
+labels in all of them, so any split of a batch gives the same step. The base is no part of this; it only fed `source`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from .batching import Example, collate, shard
+from .config import TrainConfig
+from .features import HiddenSource
+from .loss import LABELS, NLL, accumulate_gradients, gather_labels, head_weights
+from .metrics import MetricsFile, head_metrics
+from .schedule import StepPlan, learning_rate
+from .signals import StopSignals, TrainingInterrupted
+from .state import TrainState, Window, save_state
+
+
+class NonFiniteLoss(RuntimeError):
+    """A loss or gradient that is no number; the optimizer has not stepped."""
+
+
+@dataclass
+class Run:
+    """Everything the loop works with. `examples`: all, held-out ones included. `report(progress 0..1, status)`."""
+
+    config: TrainConfig
+    accelerator: Accelerator
+    state: TrainState
+    source: HiddenSource
+    examples: list[Example]
+    held_out: list[int]
+    plan: StepPlan
+    base_to_draft: Tensor
+    checkpoint: Path
+    identity: dict[str, Any]
+    metrics: MetricsFile | None
+    report: Callable[[float, str], None]
+
+
+def train_loop(run: Run) -> None:
+    """Trains until the run is over. Raises NonFiniteLoss, and TrainingInterrupted after a signal, its state saved."""
+    counters, every = run.state.counters, run.config.train
+    with StopSignals() as signals:
+        while counters.stop_reason is None:
+            began = time.perf_counter()
+            rate = learning_rate(run.config.optim, _progress(run))
+            sums, tokens = _accumulate(run)
+            norm = _optimize(run, sums, rate)
+            counters.step += 1
+            stop = _share_clock(run, time.perf_counter() - began, signals.received)
+            _count(run, sums, tokens)
+            counters.stop_reason = _stop_reason(run)
+            if counters.step % every.log_every == 0 or counters.stop_reason:
+                _log(run, rate, norm)
+            if every.eval_every and counters.step % every.eval_every == 0 and not counters.stop_reason:
+                evaluate(run)
+            if stop or counters.stop_reason or counters.step % every.save_every == 0:
+                _save(run)
+            if stop and not counters.stop_reason:
+                raise TrainingInterrupted(
+                    f"stopped at step {counters.step} of {run.plan.total_steps}, saved in {run.checkpoint}; "
+                    "run the same command again to continue"
+                )
+
+
+def evaluate(run: Run) -> dict[str, Any] | None:
+    """Metrics of the heads on the held-out examples, over all processes, also written to the metrics file."""
+    if not run.held_out:
+        return None
+    size = run.config.optim.batch_size * run.accelerator.num_processes
+    sums = _zero_sums(run)
+    for start in range(0, len(run.held_out), size):
+        with torch.no_grad():
+            sums += _forward(run, run.held_out[start : start + size])[0]
+    metrics = head_metrics(_reduce(run, sums))
+    if run.metrics:
+        run.metrics.write({"kind": "eval", "step": run.state.counters.step, **metrics})
+    return metrics
+
+
+def _accumulate(run: Run) -> tuple[Tensor, int]:
+    """Adds one step's gradients up on this process. Returns the sums over all processes, and all the batch's tokens."""
+    for parameter in run.state.heads.parameters():
+        # Zeros rather than None: a process without examples takes part in the reduction all the same.
+        parameter.grad = torch.zeros_like(parameter)
+    sums, tokens = _zero_sums(run), 0
+    for batch in run.plan.batches(run.state.counters.step):
+        sums += _forward(run, batch)[0]
+        tokens += sum(len(run.examples[i]) for i in batch)
+    return _reduce(run, sums), tokens
+
+
+def _forward(run: Run, indices: list[int]) -> tuple[Tensor, int]:
+    """This process's share of a global batch: its sums [K, 5] and number of positions; gradients unless no_grad."""
+    config, accelerator, heads = run.config, run.accelerator, run.state.heads
+    own = shard(indices, accelerator.process_index, accelerator.num_processes)
+    if not own:
+        return _zero_sums(run), 0
+    num_heads = config.heads.num_heads
+    batch = collate([run.examples[i] for i in own]).to(accelerator.device)
+    labels = gather_labels(batch.input_ids, batch.loss_mask, num_heads, run.base_to_draft)
+    hidden = run.source.hidden(own, batch)
+    weights = head_weights(num_heads, config.loss.head_decay)
+    dtype = getattr(torch, config.model.dtype)
+    return accumulate_gradients(heads, hidden, labels, weights, config.loss.chunk_size, dtype), len(labels)
+
+
+def _optimize(run: Run, sums: Tensor, rate: float) -> float | None:
+    """Steps on the mean over all labels. Returns the gradient's norm before clipping; None if there were no labels."""
+    labels, heads, optimizer = sums[:, LABELS].sum().item(), run.state.heads, run.state.optimizer
+    if labels == 0:
+        run.state.counters.empty_steps += 1
+        return None
+    for parameter in heads.parameters():
+        assert parameter.grad is not None
+        parameter.grad = _reduce(run, parameter.grad) / labels
+    norm = clip_grad_norm_(heads.parameters(), run.config.optim.max_grad_norm).item()
+    loss = _mean_loss(run, sums)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        _stop_at_non_finite(run, loss, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return norm
+
+
+def _stop_at_non_finite(run: Run, loss: float, norm: float) -> None:
+    step = run.state.counters.step
+    examples = [i for batch in run.plan.batches(step) for i in batch]
+    shown = ", ".join(map(str, examples[:32])) + (f" and {len(examples) - 32} more" if len(examples) > 32 else "")
+    raise NonFiniteLoss(
+        f"got loss {loss} and gradient norm {norm} at epoch {run.plan.epoch(step)}, step {step} (examples {shown}), "
+        "expected finite numbers; stopped before the optimizer step. Try a lower optim.lr or model.dtype=float32"
+    )
+
+
+def _progress(run: Run) -> float:
+    """Share of the run that is done in the middle of this step: by steps, or by the time limit if that is nearer."""
+    counters, limit = run.state.counters, run.config.train.time_limit_s
+    by_time = counters.seconds / limit if limit else 0.0
+    return min(1.0, max((counters.step + 0.5) / run.plan.total_steps, by_time))
+
+
+def _stop_reason(run: Run) -> str | None:
+    counters, limit = run.state.counters, run.config.train.time_limit_s
+    if counters.step >= run.plan.total_steps:
+        return "all steps done"
+    if limit and counters.seconds >= limit:
+        return "time limit"
+    return None
+
+
+def _share_clock(run: Run, seconds: float, signalled: bool) -> bool:
+    """The first process's clock, and whether any has been signalled, so that all take the same decisions."""
+    own_seconds = seconds if run.accelerator.is_main_process else 0.0
+    shared = torch.tensor([own_seconds, float(signalled)], dtype=torch.float64, device=run.accelerator.device)
+    seconds, num_signalled = _reduce(run, shared).tolist()
+    run.state.counters.seconds += seconds
+    run.state.window.seconds += seconds
+    return num_signalled > 0
+
+
+def _count(run: Run, sums: Tensor, tokens: int) -> None:
+    counters, window = run.state.counters, run.state.window
+    counters.tokens += tokens
+    counters.labels += int(sums[:, LABELS].sum().item())
+    window.sums += sums
+    window.loss += _mean_loss(run, sums)
+    window.steps += bool(sums[:, LABELS].any())
+    window.tokens += tokens
+    loss = window.loss / max(window.steps, 1)
+    rate = counters.tokens / max(counters.seconds, 1e-9)
+    total = run.plan.total_steps
+    run.report(_progress(run), f"step {counters.step}/{total}, loss {loss:.3f}, {rate:,.0f} tokens/s")
+
+
+def _log(run: Run, rate: float, norm: float | None) -> None:
+    """One line over the steps since the last: means of loss, the learning rate and gradient norm of the last."""
+    counters, window = run.state.counters, run.state.window
+    if run.metrics:
+        run.metrics.write(
+            {
+                "kind": "train",
+                "step": counters.step,
+                "epoch": run.plan.epoch(counters.step - 1),
+                "loss": window.loss / max(window.steps, 1),
+                **head_metrics(window.sums),
+                "lr": rate,
+                "grad_norm": norm,
+                "tokens_per_second": window.tokens / max(window.seconds, 1e-9),
+                "tokens": counters.tokens,
+                "labels": counters.labels,
+                "seconds": counters.seconds,
+                "time": time.time(),
+            }
+        )
+    run.state.window = Window(_zero_sums(run))
+
+
+def _save(run: Run) -> None:
+    if run.accelerator.is_main_process:
+        save_state(run.checkpoint, run.state, run.identity)
+    run.accelerator.wait_for_everyone()
+
+
+def _mean_loss(run: Run, sums: Tensor) -> float:
+    weights = head_weights(run.config.heads.num_heads, run.config.loss.head_decay)
+    weighted = sum(weight * nll for weight, nll in zip(weights, sums[:, NLL].tolist(), strict=True))
+    return weighted / max(sums[:, LABELS].sum().item(), 1.0)
+
+
+def _zero_sums(run: Run) -> Tensor:
+    return torch.zeros(run.config.heads.num_heads, 5, dtype=torch.float64, device=run.accelerator.device)
+
+
+def _reduce(run: Run, tensor: Tensor) -> Tensor:
+    """Sum over processes."""
+    return run.accelerator.reduce(tensor, reduction="sum")

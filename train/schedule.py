@@ -1,0 +1,58 @@
+"""Which batches a step works on and at which learning rate: pure functions of the step, so that resuming needs none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .batching import batch_order
+from .config import OptimConfig
+
+
+@dataclass
+class StepPlan:
+    """`examples`: indices trained on. `lengths`: tokens of each; None shuffles plainly. `world_size`: processes."""
+
+    examples: Sequence[int]
+    lengths: Sequence[int] | None
+    optim: OptimConfig
+    seed: int
+    world_size: int
+    _epochs: dict[int, list[list[list[int]]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        batches = math.ceil(len(self.examples) / (self.optim.batch_size * self.world_size))
+        return math.ceil(batches / self.optim.gradient_accumulation)
+
+    @property
+    def total_steps(self) -> int:
+        steps = self.steps_per_epoch * self.optim.epochs
+        return min(steps, self.optim.max_steps or steps)
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def batches(self, step: int) -> list[list[int]]:
+        """The global micro-batches of a step (0-based): `gradient_accumulation` lists of example indices."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch not in self._epochs:
+            self._epochs = {epoch: self._steps_of(epoch)}
+        return self._epochs[epoch][place]
+
+    def _steps_of(self, epoch: int) -> list[list[list[int]]]:
+        size = self.optim.batch_size * self.world_size
+        order = batch_order(len(self.examples), self.lengths, size, self.seed, epoch)
+        batches = [[self.examples[i] for i in batch] for batch in order]
+        group = self.optim.gradient_accumulation
+        return [batches[i : i + group] for i in range(0, len(batches), group)]
+
+
+def learning_rate(optim: OptimConfig, progress: float) -> float:
+    """`progress`: share of the run that is done, 0 to 1. Rises linearly over `warmup_ratio`, then by the schedule."""
+    if progress < optim.warmup_ratio:
+        return optim.lr * progress / optim.warmup_ratio
+    if optim.schedule == "constant":
+        return optim.lr
+    return optim.lr * 0.5 * (1 + math.cos(math.pi * (progress - optim.warmup_ratio) / (1 - optim.warmup_ratio)))
