@@ -6,17 +6,26 @@ autoregressive baseline (a tree that is only its root) are drivers of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from medusa.acceptance import greedy
+from medusa.acceptance import accept
 from medusa.base_model import BaseModel
 from medusa.drafter import Drafter
 from medusa.kv_cache import KVCache
 
 PREFILL_CHUNK = 512
+
+# The base's own choice at each position: logits [..., V] -> token ids [...].
+Choose = Callable[[Tensor], Tensor]
+
+
+def choose_best(logits: Tensor) -> Tensor:
+    """Greedy decoding."""
+    return logits.argmax(dim=-1)
 
 
 @dataclass
@@ -44,9 +53,11 @@ class DecodeState:
         hidden = torch.empty(0, base_model.hidden_size, dtype=base_model.dtype, device=device)
         return cls(cache, torch.empty(0, dtype=torch.int64, device=device), hidden)
 
+    @torch.inference_mode()
     def append(self, root: Tensor, hidden: Tensor) -> None:
         self.root, self.hidden = torch.cat([self.root, root]), torch.cat([self.hidden, hidden])
 
+    @torch.inference_mode()
     def remove(self, row: int) -> None:
         """Drop a row; the last one takes its place."""
         last = self.num_rows - 1
@@ -57,9 +68,9 @@ class DecodeState:
         self.root, self.hidden = self.root[:last], self.hidden[:last]
 
 
-@torch.no_grad()
-def prefill(base_model: BaseModel, state: DecodeState, prompt_ids: list[int]) -> None:
-    """Add a row that holds the prompt, in chunks; its root is the base's greedy first token."""
+@torch.inference_mode()
+def prefill(base_model: BaseModel, state: DecodeState, prompt_ids: list[int], choose: Choose = choose_best) -> None:
+    """Add a row that holds the prompt, in chunks; its root is the base's choice of a first token."""
     row = slice(state.num_rows, state.num_rows + 1)
     state.cache.clear_row(row.start)
     for start in range(0, len(prompt_ids), PREFILL_CHUNK):
@@ -71,18 +82,20 @@ def prefill(base_model: BaseModel, state: DecodeState, prompt_ids: list[int]) ->
         hidden = base_model.forward(chunk, positions, mask, state.cache, row)
         state.cache.commit(row, nodes[None], torch.tensor([size]))
     last = hidden[:, -1]
-    state.append(base_model.logits(last).argmax(dim=-1), last)
+    state.append(choose(base_model.logits(last)), last)
 
 
-@torch.no_grad()
-def decode_step(base_model: BaseModel, drafter: Drafter, state: DecodeState) -> tuple[Tensor, Tensor]:
+@torch.inference_mode()
+def decode_step(
+    base_model: BaseModel, drafter: Drafter, state: DecodeState, choose: Choose = choose_best
+) -> tuple[Tensor, Tensor]:
     """One step of every live row. Returns tokens int64 [B, L] and counts int64 [B], on the CPU: row b emits
     `tokens[b, :counts[b]]`, accepted draft tokens first and the bonus token last."""
     tree, rows, cache = drafter.tree, state.rows, state.cache
     draft_tokens = drafter.propose(state.root, state.hidden)
     positions = (cache.lengths[rows, None] + tree.depth).to(draft_tokens.device)
     hidden = base_model.forward(draft_tokens, positions, tree.attention_mask, cache, rows)
-    accepted = greedy(tree, draft_tokens, base_model.logits(hidden).argmax(dim=-1))
+    accepted = accept(tree, draft_tokens, choose(base_model.logits(hidden)))
     cache.commit(rows, accepted.nodes.cpu(), accepted.counts.cpu())
     state.root = accepted.bonus
     state.hidden = hidden[torch.arange(state.num_rows, device=hidden.device), accepted.last]

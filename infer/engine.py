@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from medusa.base_model import BaseModel
 from medusa.drafter import Drafter
 
-from .decode import DecodeState, decode_step, prefill
+from .decode import Choose, DecodeState, choose_best, decode_step, prefill
 from .request import Piece, Request
 
 
@@ -22,9 +22,11 @@ class Engine:
     context length) is refused by `check` with the numbers, before anything is computed.
     """
 
-    def __init__(self, base_model: BaseModel, drafter: Drafter, *, max_rows: int, capacity: int) -> None:
-        self.base_model, self.drafter, self.max_rows = base_model, drafter, max_rows
-        self.capacity = capacity
+    def __init__(
+        self, base_model: BaseModel, drafter: Drafter, *, max_rows: int, capacity: int, choose: Choose = choose_best
+    ) -> None:
+        self.base_model, self.drafter, self.choose = base_model, drafter, choose
+        self.max_rows, self.capacity = max_rows, capacity
         slots = capacity + drafter.tree.num_nodes
         self.state = DecodeState.empty(base_model, base_model.new_cache(max_rows, slots))
         self.running: list[Request] = []
@@ -61,14 +63,14 @@ class Engine:
         return min(len(self.waiting), self.max_rows - len(self.running))
 
     def _admit(self, request: Request) -> tuple[Request, Piece]:
-        prefill(self.base_model, self.state, request.prompt_ids)
+        prefill(self.base_model, self.state, request.prompt_ids, self.choose)
         self.running.append(request)
         piece = request.emit([int(self.state.root[-1])])
         self._drop_finished()
         return request, piece
 
     def _decode(self) -> list[tuple[Request, Piece]]:
-        tokens, counts = decode_step(self.base_model, self.drafter, self.state)
+        tokens, counts = decode_step(self.base_model, self.drafter, self.state, self.choose)
         num_drafted = self.drafter.tree.num_nodes - 1
         rows = zip(self.running, tokens.tolist(), counts.tolist(), strict=True)
         pieces = [(request, request.emit(row[:count], num_drafted)) for request, row, count in rows]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from medusa.base_model import BaseModel
 from medusa.drafter import Drafter, RootDrafter
 
+from .decode import Choose, choose_best
 from .engine import Engine
 from .request import FinishReason, GenerationStats, Piece, Request
 
@@ -64,13 +65,19 @@ def make_requests(
 
 
 def run_requests(
-    base_model: BaseModel, drafter: Drafter, requests: Sequence[Request], *, max_rows: int = 8
+    base_model: BaseModel,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    *,
+    max_rows: int = 8,
+    choose: Choose = choose_best,
 ) -> Iterator[tuple[Request, Piece]]:
     """Drive requests to their end in one engine made to measure."""
     if not requests:
         return
     capacity = max(request.capacity for request in requests)
-    engine = Engine(base_model, drafter, max_rows=min(max_rows, len(requests)), capacity=capacity)
+    max_rows = min(max_rows, len(requests))
+    engine = Engine(base_model, drafter, max_rows=max_rows, capacity=capacity, choose=choose)
     for request in requests:
         request.start_clock()
     yield from engine.run(requests)

@@ -1,7 +1,8 @@
-"""Acceptance: which drafted path the base model agrees with. One function a rule; greedy for now.
+"""Acceptance: which drafted path the base model agrees with.
 
-A rule reads the base's logits at every node and answers for each row: the accepted nodes from the root on (the root is
-the base's own choice and always accepted), and the bonus token that the base itself chooses after the last of them.
+The base makes its own choice at every node of the tree: the argmax of its logits when decoding greedily. The longest
+drafted path that consists of these choices is accepted, and the base's choice after its last node comes on top, so the
+output is the one that the base would have written alone. The root is the base's own token and always accepted.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ class Acceptance:
         return self.nodes.gather(1, self.counts[:, None] - 1)[:, 0]
 
 
-def greedy(tree: DraftTree, draft_tokens: Tensor, choices: Tensor) -> Acceptance:
+def accept(tree: DraftTree, draft_tokens: Tensor, choices: Tensor) -> Acceptance:
     """Accept the longest path whose every token is the base's own choice at its parent.
 
-    draft_tokens and choices: int64 [B, N]; choices are the argmax of the base's logits at each node. Siblings hold
-    different tokens, so at most one path goes on at each node and the longest one is unique up to its end.
+    draft_tokens and choices: int64 [B, N]; choices are the base's own tokens at each node. Siblings hold
+    different tokens, so at most one path goes on at each node and the longest one is unique up to its end. With
+    argmax choices this is greedy decoding.
     """
     batch = draft_tokens.shape[0]
     parent, paths = tree.parent.to(choices.device), tree.paths.to(choices.device)
@@ -48,7 +50,7 @@ def greedy(tree: DraftTree, draft_tokens: Tensor, choices: Tensor) -> Acceptance
     return Acceptance(nodes, counts, choices.gather(1, last).view(batch))
 
 
-def slow_greedy(tree: DraftTree, draft_tokens: list[int], choices: list[int]) -> tuple[list[int], int]:
+def slow_accept(tree: DraftTree, draft_tokens: list[int], choices: list[int]) -> tuple[list[int], int]:
     """The obvious reference for one row: walk down from the root while a child holds the base's choice."""
     parent, node, nodes = tree.parent.tolist(), 0, [0]
     while True:

@@ -2,7 +2,8 @@
 
 Stock scaled-dot-product attention repeats every key and value once per query head of its group when a mask is given.
 Here the query heads of a group are laid behind each other as extra queries of their one key/value head: the same
-products, no copies. The mask comes ready for that layout, float and repeated `groups` times along the queries.
+products, no copies. The mask comes ready for that layout, float and repeated `groups` times along the queries; any
+other mask (none, or the stock boolean one of a plain forward) goes to the stock function.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 TREE_ATTENTION = "medusa_tree"
 
@@ -27,7 +30,8 @@ def tree_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H, N, d], key and value [B, G, S, d], attention_mask float [B, 1, N * H / G, S] -> [B, N, H, d]."""
-    assert attention_mask is not None, "tree attention is only called with the mask that BaseModel.forward builds"
+    if attention_mask is None or attention_mask.dtype == torch.bool:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     batch, num_heads, num_nodes, _ = query.shape
     num_kv_heads = key.shape[1]
     groups = num_heads // num_kv_heads
@@ -49,3 +53,4 @@ def slow_tree_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tens
 
 
 AttentionInterface.register(TREE_ATTENTION, tree_attention)
+AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)

@@ -97,9 +97,7 @@ class BaseModel:
         return output.last_hidden_state
 
     @torch.no_grad()
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, tree_mask: Tensor, cache: KVCache, rows: slice
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, tree_mask: Tensor, cache: KVCache, rows: slice) -> Tensor:
         """Hidden states [B, N, D] of N new tokens behind the cached ones.
 
         input_ids and positions: int64 [B, N]. tree_mask: bool [N, N], which new tokens see which. `cache` holds the
@@ -108,9 +106,7 @@ class BaseModel:
         width = cache.begin_forward(rows, input_ids.shape[1])
         mask = self._mask(positions, tree_mask, cache.lengths[rows], width)
         arguments = {self.cache_argument: cache, "use_cache": True}
-        output = self.model.base_model(
-            input_ids=input_ids, position_ids=positions, attention_mask=mask, **arguments
-        )
+        output = self.model.base_model(input_ids=input_ids, position_ids=positions, attention_mask=mask, **arguments)
         return output.last_hidden_state
 
     @torch.no_grad()
@@ -171,7 +167,9 @@ def load_base_model(
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
         model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=as_dtype(dtype), **options)
     except (OSError, ValueError, KeyError) as error:
-        where = "a local directory" if Path(name_or_path).exists() else "no local directory of that name, nor a Hub model"
+        where = (
+            "a local directory" if Path(name_or_path).exists() else "no local directory of that name, nor a Hub model"
+        )
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"base model {name_or_path!r} cannot be loaded ({where}): {reason}") from error
     return adapt_base_model(model.to(device), tokenizer, name=name_or_path, revision=revision)
