@@ -38,16 +38,17 @@ class BaseModel:
 
     @property
     def hidden_size(self) -> int:
-        return int(self.lm_head_weight.shape[1])
+        return int(self.model.get_output_embeddings().in_features)
 
     @property
     def vocab_size(self) -> int:
-        return int(self.lm_head_weight.shape[0])
+        return int(self.model.get_output_embeddings().out_features)
 
-    @cached_property
+    @property
     def lm_head_weight(self) -> Tensor:
-        """[V, D], as loaded."""
-        return self.model.get_output_embeddings().weight.detach()
+        """[V, D], as loaded; gone once `pack_linears` has packed it."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight.detach()
 
     @property
     def device(self) -> torch.device:

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = train(load_config(options.config, options.overrides), Console())
     except ValueError as error:
         return _fail(error, 2)
-    except NonFiniteLoss as error:
+    except (NonFiniteLoss, OSError) as error:
         return _fail(error, 1)
     except TrainingInterrupted as error:
         return _fail(error, 130)

@@ -148,7 +148,7 @@ def _explain(problem: Any) -> str:
     name = ".".join(path)
     if problem["type"] == "extra_forbidden":
         known = _known_names(path[:-1])
-        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
         hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"expected one of {', '.join(known)}"
         return f"unknown setting {name}; {hint}"
     if problem["type"] == "missing":

@@ -133,6 +133,11 @@ def _prepare(
 ) -> tuple[Run, HeadsInfo]:
     """Everything but the source of hidden states, with the state of a run begun before loaded."""
     _say(console, str(data.statistics))
+    if (longest := data.statistics.longest) > base.max_positions:
+        raise ValueError(
+            f"data: got a conversation of {longest} tokens, expected at most the {base.max_positions} positions that "
+            f"{base.name!r} was made for; set data.max_length to {base.max_positions} or less"
+        )
     training, held_out = split_holdout(len(data), config.data.holdout_fraction, config.train.seed)
     lengths = [data.lengths[i] for i in training] if config.data.group_by_length else None
     heads = _new_heads(config, base, [data[i] for i in training], console)

@@ -1,0 +1,119 @@
+"""How good heads are on held-out text: the rank of each true token in each head's list, counted jointly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from medusa.acceptance_statistics import AcceptanceStatistics, best_tree, true_ranks
+from medusa.base_model import BaseModel
+from medusa.heads import MedusaHeads
+from medusa.tree import DraftTree
+
+MAX_RANK = 32
+ROWS = 512
+
+
+class LabelledText(Protocol):
+    """A conversation as the data side hands it over: int64 [T], bool [T]."""
+
+    @property
+    def input_ids(self) -> Tensor: ...
+    @property
+    def loss_mask(self) -> Tensor: ...
+    @property
+    def category(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """statistics: all positions. by_category: the same, split, where the data has categories."""
+
+    statistics: AcceptanceStatistics
+    by_category: dict[str, AcceptanceStatistics]
+
+    def to_dict(self, tree: DraftTree | None = None) -> dict[str, object]:
+        """JSON-ready: accuracy per head, simulated tau of a chain, of the best 16-node tree and of `tree`."""
+        report = _report(self.statistics, tree)
+        report["by_category"] = {name: _report(part, tree) for name, part in sorted(self.by_category.items())}
+        return report
+
+
+def evaluate(
+    base_model: BaseModel,
+    heads: MedusaHeads,
+    texts: Sequence[LabelledText],
+    *,
+    on_text: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Ranks at every position whose next K + 1 tokens are all the assistant's. Raises ValueError if there is none."""
+    statistics = AcceptanceStatistics(heads.config.num_heads, MAX_RANK)
+    by_category: dict[str, AcceptanceStatistics] = {}
+    for text in texts:
+        ranks = _ranks(base_model, heads, text)
+        statistics.update(ranks)
+        if text.category:
+            new = AcceptanceStatistics(heads.config.num_heads, MAX_RANK)
+            by_category.setdefault(text.category, new).update(ranks)
+        if on_text:
+            on_text(len(text.input_ids))
+    if not statistics.num_positions:
+        raise ValueError(
+            f"evaluation: none of {len(texts)} conversations has {heads.config.num_heads + 1} answer tokens in a row; "
+            "give longer answers"
+        )
+    return Evaluation(statistics, by_category)
+
+
+@torch.inference_mode()
+def _ranks(base_model: BaseModel, heads: MedusaHeads, text: LabelledText) -> Tensor:
+    """int64 [n, K]."""
+    ids = text.input_ids.to(base_model.device)
+    hidden = base_model.hidden_states(ids[None], torch.ones_like(ids[None]))[0]
+    num_heads = heads.config.num_heads
+    positions = _full_positions(text.loss_mask, num_heads).to(ids.device)
+    to_draft = _draft_index(heads, ids)
+    columns = []
+    for k in range(num_heads):
+        targets = to_draft[positions + k + 2]
+        parts = [
+            true_ranks(heads(hidden[rows])[k], targets[start : start + ROWS], MAX_RANK)
+            for start in range(0, len(positions), ROWS)
+            if len(rows := positions[start : start + ROWS])
+        ]
+        columns.append(torch.cat(parts) if parts else positions)
+    return torch.stack(columns, dim=1)
+
+
+def _full_positions(loss_mask: Tensor, num_heads: int) -> Tensor:
+    """Positions t whose tokens t + 1 .. t + K + 1 are all under loss."""
+    length = len(loss_mask) - num_heads - 1
+    if length <= 0:
+        return torch.empty(0, dtype=torch.int64)
+    windows = loss_mask.unfold(0, num_heads + 1, 1).all(dim=1)  # [T - K], window i is i .. i + K
+    return windows[1 : length + 1].nonzero().flatten()
+
+
+def _draft_index(heads: MedusaHeads, ids: Tensor) -> Tensor:
+    """Each token's index in the heads' vocabulary, -1 where it has none."""
+    if heads.draft_token_ids is None:
+        return ids
+    index = torch.searchsorted(heads.draft_token_ids, ids).clamp_(max=len(heads.draft_token_ids) - 1)
+    return torch.where(heads.draft_token_ids[index] == ids, index, -1)
+
+
+def _report(statistics: AcceptanceStatistics, tree: DraftTree | None) -> dict[str, object]:
+    accuracy = statistics.accuracy_by_rank().cumsum(dim=1)
+    report: dict[str, object] = {
+        "num_positions": statistics.num_positions,
+        "accuracy": [{f"top{n}": round(float(row[n - 1]), 4) for n in (1, 5, 10)} for row in accuracy],
+        "tau_chain": statistics.expected_length(DraftTree.chain(statistics.num_heads)),
+        "tau_16_nodes": statistics.expected_length(best_tree(statistics, 16)),
+    }
+    if tree is not None:
+        report["tau_tree"] = statistics.expected_length(tree)
+    return report

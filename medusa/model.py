@@ -1,0 +1,78 @@
+"""`MedusaModel`: a base model, its heads and its draft tree, put together from a heads directory."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .base_model import BaseModel, load_base_model
+from .calibration import Calibration
+from .checkpoint import check_base, load_heads
+from .drafter import HeadsDrafter
+from .fingerprint import fingerprint
+from .heads import MedusaHeads
+from .linear import pack_linears
+from .tree import DraftTree
+
+
+@dataclass
+class MedusaModel:
+    """What `medusa.infer.generate` runs. `calibration` is None where none was saved; then `tree` is a plain chain."""
+
+    base: BaseModel
+    heads: MedusaHeads
+    tree: DraftTree
+    calibration: Calibration | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        heads_dir: str | Path,
+        *,
+        base: str | None = None,
+        dtype: str | torch.dtype = "float32",
+        device: str | torch.device = "cpu",
+        pack: bool = True,
+        trust_remote_code: bool = False,
+    ) -> MedusaModel:
+        """Load a heads directory and the base model that it names (`base` overrides where that lies).
+
+        pack: tune the linear layers on this CPU (float32 only, about two seconds), which the model then owns.
+        Raises ValueError for a damaged directory, another base than the heads were trained on, or an unusable tree.
+        """
+        heads, info = load_heads(heads_dir)
+        revision = info.base_model.revision if base is None else None
+        base_model = load_base_model(
+            base or info.base_model.name,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        check_base(info, fingerprint(base_model.model), base_model.name)
+        heads = heads.to(device=base_model.device, dtype=base_model.dtype).requires_grad_(False).eval()
+        heads.attach_lm_head(base_model.lm_head_weight)
+        calibration = _load_calibration(Path(heads_dir) / info.tree)
+        tree = calibration.tree if calibration else DraftTree.chain(heads.config.num_heads)
+        model = cls(base_model, heads, tree, calibration)
+        model.drafter()  # a tree that does not fit the heads is refused here, not in the middle of an answer
+        if pack:
+            pack_linears(base_model.model)
+            pack_linears(heads)
+        return model
+
+    def drafter(self) -> HeadsDrafter:
+        return HeadsDrafter(self.heads, self.tree)
+
+
+def _load_calibration(path: Path) -> Calibration | None:
+    if path.exists():
+        return Calibration.load(path)
+    warnings.warn(
+        f"{path} is missing: drafting a plain chain, which accepts less than a computed tree; run `medusa calibrate`",
+        stacklevel=3,
+    )
+    return None

@@ -1,0 +1,78 @@
+"""Configs: every mistake is one line that says got, expected and the nearest name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medusa.train.config import TrainConfig, load_config
+
+
+def test_overrides_are_typed_by_the_setting(config_file):
+    config = load_config(
+        config_file(),
+        ["optim.lr=1e-3", "optim.epochs=7", "heads.draft_vocab_size=null", "train.cache_hidden_states=true"],
+    )
+    assert (config.optim.lr, config.optim.epochs) == (1e-3, 7)
+    assert config.heads.draft_vocab_size is None and config.train.cache_hidden_states is True
+    assert load_config(config_file(), ["data.path=[a.jsonl, b.jsonl]"]).data.path == ["a.jsonl", "b.jsonl"]
+    assert load_config(config_file(), ["loss.head_decay=0.9"]).loss.head_decay == 0.9
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("optim.learning_rat=1", r"unknown setting optim\.learning_rat; expected one of lr, "),
+        ("optim.warmup_rati=1", r"unknown setting optim\.warmup_rati; did you mean optim\.warmup_ratio\?"),
+        ("optm.lr=1", r"unknown setting optm; did you mean optim\?"),
+        ("optim.lr=fast", r"optim\.lr: got 'fast', expected a valid number"),
+        ("optim.lr=-1", r"optim\.lr: got -1, expected greater than 0"),
+        ("optim.lr=.nan", r"optim\.lr: got nan, expected a finite number"),
+        ("optim.epochs=1.5", r"optim\.epochs: got 1\.5, expected a valid integer"),
+        ("heads.lm_head=tied", r"heads\.lm_head: got 'tied', expected 'own' or 'shared'"),
+        ("model.dtype=float16", r"model\.dtype: got 'float16', expected 'float32' or 'bfloat16'"),
+        ("model.base=null", r"model\.base: got None, expected a valid string"),
+        ("optim.lr", "got no setting, expected section.key=value"),
+        ("lr=1", "got no setting, expected section.key=value"),
+        ("optim.lr=[", "got a value that is no YAML"),
+    ],
+)
+def test_a_wrong_override_is_one_clear_line(config_file, override, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(config_file(), [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_files(tmp_path):
+    cases = {
+        "{": "broken YAML",
+        "- a": "got a list",
+        "": r"model is not set.*data is not set",
+        "model: 3": "model: got 3",
+    }
+    for content, message in cases.items():
+        (tmp_path / "c.yaml").write_text(content)
+        with pytest.raises(ValueError, match=message) as caught:
+            load_config(tmp_path / "c.yaml")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="got no such file"):
+        load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(ValueError, match="got a directory"):
+        load_config(tmp_path)
+    (tmp_path / "c.yaml").write_text("optim: 3")
+    with pytest.raises(ValueError, match="section optim: got 3"):
+        load_config(tmp_path / "c.yaml", ["optim.lr=1"])
+
+
+def test_nothing_executes(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: !!python/object/apply:os.system [exit 1]")
+    with pytest.raises(ValueError, match="broken YAML"):
+        load_config(tmp_path / "c.yaml")
+
+
+def test_every_training_config_of_the_project_loads(repo_root: Path):
+    files = sorted((repo_root / "configs" / "train").glob("*.yaml"))
+    assert files
+    for path in files:
+        assert isinstance(load_config(path), TrainConfig)
