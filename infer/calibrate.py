@@ -11,7 +11,7 @@ from medusa.drafter import HeadsDrafter
 from medusa.model import MedusaModel
 from medusa.tree import DraftTree
 
-from .evaluate import LabelledText, evaluate
+from .evaluate import LabelledText, evaluate_with_progress
 from .latency import ROUNDS, measure_latency, measure_propose
 from .machine import describe_machine
 from .progress import token_progress
@@ -24,11 +24,7 @@ def calibrate(model: MedusaModel, texts: Sequence[LabelledText], console: Consol
     """
     if len(texts) < 2:
         raise ValueError(f"calibrate: got {len(texts)} conversation(s), expected at least 2, half of them to check on")
-    with token_progress(console, "held out", len(texts), "conversations") as progress:
-        parts = [
-            evaluate(model.base, model.heads, half, on_text=lambda n: progress.advance(1, tokens=n)).statistics
-            for half in (texts[::2], texts[1::2])
-        ]
+    parts = [evaluate_with_progress(model, half, console).statistics for half in (texts[::2], texts[1::2])]
     with token_progress(console, "c(N)", ROUNDS + 1, "rounds") as progress:
         curve = measure_latency(model.base, on_round=lambda _: progress.advance(1))
     drafter = HeadsDrafter(model.heads, DraftTree.cartesian([8] + [1] * (model.heads.config.num_heads - 1)))

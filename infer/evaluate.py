@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from medusa.acceptance_statistics import AcceptanceStatistics, best_tree, true_ranks
 from medusa.base_model import BaseModel
 from medusa.heads import MedusaHeads
+from medusa.model import MedusaModel
 from medusa.tree import DraftTree
+
+from .progress import token_progress
 
 MAX_RANK = 32
 ROWS = 512
@@ -36,7 +41,7 @@ class Evaluation:
     statistics: AcceptanceStatistics
     by_category: dict[str, AcceptanceStatistics]
 
-    def to_dict(self, tree: DraftTree | None = None) -> dict[str, object]:
+    def to_dict(self, tree: DraftTree | None = None) -> dict[str, Any]:
         """JSON-ready: accuracy per head, simulated tau of a chain, of the best 16-node tree and of `tree`."""
         report = _report(self.statistics, tree)
         report["by_category"] = {name: _report(part, tree) for name, part in sorted(self.by_category.items())}
@@ -67,6 +72,26 @@ def evaluate(
             "give longer answers"
         )
     return Evaluation(statistics, by_category)
+
+
+def evaluate_with_progress(model: MedusaModel, texts: Sequence[LabelledText], console: Console) -> Evaluation:
+    with token_progress(console, "held out", len(texts), "conversations") as progress:
+        return evaluate(model.base, model.heads, texts, on_text=lambda n: progress.advance(1, tokens=n))
+
+
+def print_evaluation(evaluation: Evaluation, tree: DraftTree | None, console: Console) -> None:
+    """A row a head for all positions; a line of tau for all and for each category."""
+    report = evaluation.to_dict(tree)
+    table = Table(title=f"{report['num_positions']:,} positions")
+    for column in ("head", "guesses token", "top 1", "top 5", "top 10"):
+        table.add_column(column, justify="right")
+    for k, accuracy in enumerate(report["accuracy"]):
+        table.add_row(str(k), f"t + {k + 2}", *(f"{share:.1%}" for share in accuracy.values()))
+    console.print(table)
+    for name, part in {"all": report, **report["by_category"]}.items():
+        taus = {"chain": "tau_chain", "best 16-node tree": "tau_16_nodes", "saved tree": "tau_tree"}
+        shown = ", ".join(f"{label} {part[key]:.2f}" for label, key in taus.items() if key in part)
+        console.print(f"tau, {name}: {shown}", highlight=False)
 
 
 @torch.inference_mode()
@@ -106,9 +131,9 @@ def _draft_index(heads: MedusaHeads, ids: Tensor) -> Tensor:
     return torch.where(heads.draft_token_ids[index] == ids, index, -1)
 
 
-def _report(statistics: AcceptanceStatistics, tree: DraftTree | None) -> dict[str, object]:
+def _report(statistics: AcceptanceStatistics, tree: DraftTree | None) -> dict[str, Any]:
     accuracy = statistics.accuracy_by_rank().cumsum(dim=1)
-    report: dict[str, object] = {
+    report: dict[str, Any] = {
         "num_positions": statistics.num_positions,
         "accuracy": [{f"top{n}": round(float(row[n - 1]), 4) for n in (1, 5, 10)} for row in accuracy],
         "tau_chain": statistics.expected_length(DraftTree.chain(statistics.num_heads)),

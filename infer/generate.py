@@ -10,7 +10,7 @@ from medusa.base_model import BaseModel
 from medusa.drafter import Drafter, RootDrafter
 
 from .decode import Choose, choose_best
-from .engine import Engine
+from .engine import Engine, check_length
 from .request import FinishReason, GenerationStats, Piece, Request
 
 if TYPE_CHECKING:
@@ -115,10 +115,23 @@ def generate(
 
 def stream(model: MedusaModel, prompt: Prompt, *, speculate: bool = True, **options: Any) -> Iterator[Piece]:
     """The answer to one prompt, piece by piece; `options` as for `generate`. The texts joined are its text."""
-    requests = make_requests(model.base, [prompt], **options)
+    return stream_request(model, prompt, speculate=speculate, **options)[1]
+
+
+def stream_request(
+    model: MedusaModel, prompt: Prompt, *, speculate: bool = True, **options: Any
+) -> tuple[Request, Iterator[Piece]]:
+    """Like `stream`, with the request whose statistics grow as its pieces are taken. A prompt that does not fit is
+    refused here, not at the first piece."""
+    [request] = make_requests(model.base, [prompt], **options)
+    check_length(model.base, request)
     drafter = model.drafter() if speculate else RootDrafter()
-    for _, piece in run_requests(model.base, drafter, requests):
-        yield piece
+    return request, (piece for _, piece in run_requests(model.base, drafter, [request]))
+
+
+def check_prompt(base_model: BaseModel, prompt_ids: list[int], max_new_tokens: int) -> None:
+    """Raises ValueError where prompt and answer pass the context length."""
+    check_length(base_model, Request(prompt_ids, max_new_tokens, frozenset(), base_model.tokenizer))
 
 
 def _result(request: Request) -> GenerationResult:

@@ -1,0 +1,206 @@
+"""`medusa bench`: several ways of decoding the same prompts, side by side, and whether their tokens are the same.
+
+Methods take turns prompt by prompt, so that a drift of the machine's speed falls on all of them. Tokens are compared
+with `hf`'s; where they differ, the reference's own two best logits at that place tell a numerical tie from a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rich.console import Console
+
+from medusa.base_model import BaseModel
+from medusa.calibration import interpolate_latency
+from medusa.model import MedusaModel
+
+from .generate import check_prompt, encode_prompt
+from .latency import SIZES, measure_latency
+from .machine import describe_machine
+from .methods import METHODS, Method, Sample, StockModel, make_methods
+from .progress import token_progress
+from .prompts import PromptRecord
+
+TIE_GAP = 1e-3  # top-two logit gap below which two float32 computations may choose differently
+WARM_UP_TOKENS = 16
+REFERENCE = "hf"
+
+Verdict = Literal["identical", "tie", "different"]
+
+
+@dataclass
+class Tally:
+    """What one method did over some prompts."""
+
+    samples: list[Sample] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    def add(self, sample: Sample, verdict: Verdict) -> None:
+        self.samples.append(sample)
+        self.verdicts.append(verdict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / sum(sample.seconds for sample in self.samples)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """tau: tokens per step; the prefill and its token are not counted."""
+        num_steps = sum(sample.num_steps for sample in self.samples)
+        return (self.num_tokens - len(self.samples)) / num_steps if num_steps else 1.0
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return sum(sample.time_to_first_token_s for sample in self.samples) / len(self.samples)
+
+
+@dataclass
+class BenchResult:
+    """tallies: by method. by_category: the same prompts split, by method and category. divergences: each place where a
+    method's tokens left the reference's."""
+
+    model: MedusaModel
+    max_new_tokens: int
+    latency_curve: dict[int, float]
+    tallies: dict[str, Tally]
+    by_category: dict[str, dict[str, Tally]] = field(default_factory=dict)
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(next(iter(self.tallies.values())).samples)
+
+    @property
+    def num_different(self) -> int:
+        return sum(tally.verdicts.count("different") for tally in self.tallies.values())
+
+    def speedup(self, name: str, over: str) -> float:
+        return self.tallies[name].tokens_per_second / self.tallies[over].tokens_per_second
+
+    def efficiency(self, name: str) -> float:
+        """Measured speedup over `ar` by what tau and c(N) alone would give; 1 means that a step costs its forward."""
+        num_nodes = self.model.tree.num_nodes if name == "medusa" else 1
+        cost = interpolate_latency(self.latency_curve, num_nodes) / self.latency_curve[1]
+        return self.speedup(name, "ar") / (self.tallies[name].mean_acceptance_length / cost)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "machine": describe_machine(),
+            "base_model": self.model.base.name,
+            "dtype": str(self.model.base.dtype).removeprefix("torch."),
+            "num_prompts": self.num_prompts,
+            "max_new_tokens": self.max_new_tokens,
+            "tree_nodes": self.model.tree.num_nodes,
+            "methods": {name: self._method(name) for name in self.tallies},
+            "latency_curve": {str(size): seconds for size, seconds in self.latency_curve.items()},
+            "divergences": self.divergences,
+        }
+
+    def _method(self, name: str) -> dict[str, Any]:
+        tally = self.tallies[name]
+        report = _report(tally, self.tallies)
+        if "ar" in self.tallies and not name.startswith("hf"):
+            report["efficiency"] = self.efficiency(name)
+        report["by_category"] = {
+            category: _report(tallies[name], tallies) for category, tallies in sorted(self.by_category.items())
+        }
+        return report
+
+
+def _report(tally: Tally, others: Mapping[str, Tally]) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "tokens_per_second": tally.tokens_per_second,
+        "num_tokens": tally.num_tokens,
+        "mean_acceptance_length": tally.mean_acceptance_length,
+        "time_to_first_token_s": tally.time_to_first_token_s,
+    }
+    for other in ("hf", "ar"):
+        if other in others:
+            report[f"speedup_vs_{other}"] = tally.tokens_per_second / others[other].tokens_per_second
+    for verdict in ("identical", "tie", "different"):
+        report[f"num_prompts_{verdict}"] = tally.verdicts.count(verdict)
+    return report
+
+
+def bench(
+    model: MedusaModel,
+    stock: StockModel,
+    prompts: Sequence[PromptRecord],
+    *,
+    methods: Sequence[str],
+    max_new_tokens: int,
+    console: Console,
+) -> BenchResult:
+    """Answer the first turn of each prompt with every method, one sequence at a time, greedily.
+
+    `hf` is always run, as the others are compared with it. Raises ValueError for an unknown method or a prompt that
+    does not fit, before anything is decoded.
+    """
+    runs = _chosen(make_methods(model, stock), methods)
+    encoded = encode_prompts(model.base, prompts, max_new_tokens)
+    sizes = sorted({*SIZES, model.tree.num_nodes})
+    with token_progress(console, "c(N)", 1, "curves"):
+        curve = measure_latency(model.base, sizes)
+    result = BenchResult(model, max_new_tokens, curve, {name: Tally() for name in runs})
+    for run in runs.values():
+        run(encoded[0], min(WARM_UP_TOKENS, max_new_tokens))
+    with token_progress(console, "prompts", len(prompts), "prompts") as progress:
+        for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+            samples = _take_turns(runs, number, ids, max_new_tokens)
+            _count(result, stock, prompt, ids, samples)
+            progress.advance(1, tokens=sum(len(sample.token_ids) for sample in samples.values()))
+    return result
+
+
+def _chosen(runs: Mapping[str, Method], names: Iterable[str]) -> dict[str, Method]:
+    names = list(dict.fromkeys([REFERENCE, *names]))
+    if unknown := [name for name in names if name not in runs]:
+        raise ValueError(f"methods: got {', '.join(unknown)}, expected some of {', '.join(METHODS)}")
+    return {name: runs[name] for name in names}
+
+
+def encode_prompts(base_model: BaseModel, prompts: Sequence[PromptRecord], max_new_tokens: int) -> list[list[int]]:
+    encoded = [encode_prompt(base_model.tokenizer, prompt.turns[0]) for prompt in prompts]
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        try:
+            check_prompt(base_model, ids, max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.id}: {error}") from error
+    return encoded
+
+
+def _take_turns(runs: Mapping[str, Method], number: int, ids: list[int], max_new_tokens: int) -> dict[str, Sample]:
+    """Each method once; who goes first moves on with each prompt."""
+    names = list(runs)
+    first = number % len(names)
+    return {name: runs[name](ids, max_new_tokens) for name in names[first:] + names[:first]}
+
+
+def _count(
+    result: BenchResult, stock: StockModel, prompt: PromptRecord, ids: list[int], samples: Mapping[str, Sample]
+) -> None:
+    reference = samples[REFERENCE].token_ids
+    category = result.by_category.setdefault(prompt.category, {}) if prompt.category else {}
+    for name, tally in result.tallies.items():
+        tokens = samples[name].token_ids
+        verdict: Verdict = "identical"
+        if tokens != reference:
+            place = first_difference(tokens, reference)
+            gap = stock.top_two_gap(ids + reference[:place])
+            verdict = "tie" if gap < TIE_GAP else "different"
+            result.divergences.append({"id": prompt.id, "method": name, "token": place, "gap": gap, "verdict": verdict})
+        tally.add(samples[name], verdict)
+        category.setdefault(name, Tally()).add(samples[name], verdict)
+
+
+def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int:
+    """Index of the first token that is not the same; the shorter length where one begins the other."""
+    pairs = enumerate(zip(tokens, reference, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference)))

@@ -1,0 +1,73 @@
+"""A benchmark's result for people: a table in the terminal, a picture as PNG (matplotlib, extra `plot`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .bench import TIE_GAP, BenchResult
+from .methods import METHODS
+
+COLOURS = {"hf": "#c9ced8", "hf-lookup": "#8d95a5", "ar": "#2a6fbb", "medusa": "#1f8a5b"}
+INK = "#1f2430"
+
+
+def print_bench(result: BenchResult, console: Console) -> None:
+    table = Table(title=f"{result.num_prompts} prompts, up to {result.max_new_tokens} new tokens, greedy")
+    table.add_column("method")
+    for name in ("tokens/s", "vs hf", "vs ar", "tau", "efficiency", "first token", "identical", "tie", "different"):
+        table.add_column(name, justify="right")
+    for name, method in result.to_dict()["methods"].items():
+        table.add_row(
+            f"{name}: {METHODS[name]}",
+            f"{method['tokens_per_second']:.1f}",
+            _ratio(method, "speedup_vs_hf"),
+            _ratio(method, "speedup_vs_ar"),
+            f"{method['mean_acceptance_length']:.2f}",
+            f"{method['efficiency']:.2f}" if "efficiency" in method else "",
+            f"{1000 * method['time_to_first_token_s']:.0f} ms",
+            *(str(method[f"num_prompts_{verdict}"]) for verdict in ("identical", "tie", "different")),
+        )
+    console.print(table)
+    console.print(
+        f"tau: tokens per step. efficiency: speedup over ar by tau / c(N), N = {result.model.tree.num_nodes}. "
+        f"tie: tokens part where hf's two best logits are within {TIE_GAP}.",
+        style="dim",
+    )
+
+
+def _ratio(method: dict[str, Any], key: str) -> str:
+    return f"{method[key]:.2f}x" if key in method else ""
+
+
+def plot_bench(result: BenchResult, path: Path) -> None:
+    """Tokens a second of each method, by category where prompts have one. Raises ValueError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib; install it with `pip install medusa-decoding[plot]`") from error
+    names = list(result.tallies)
+    groups = {"all": result.tallies, **dict(sorted(result.by_category.items()))}
+    figure = Figure(figsize=(max(5.0, 1.1 * len(groups) + 2), 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        heights = [tallies[name].tokens_per_second for tallies in groups.values()]
+        places = [group + (i - (len(names) - 1) / 2) * width for group in range(len(groups))]
+        bars = axes.bar(places, heights, width * 0.92, color=COLOURS[name], label=f"{name}: {METHODS[name]}")
+        if name not in ("hf", "hf-lookup"):
+            ratios = [
+                f"{height / tallies['hf'].tokens_per_second:.1f}x"
+                for height, tallies in zip(heights, groups.values(), strict=True)
+            ]
+            axes.bar_label(bars, ratios, fontsize=7, color=INK, padding=1)
+    axes.set_xticks(range(len(groups)), list(groups), rotation=20, ha="right", color=INK)
+    axes.set_ylabel("tokens per second")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylim(top=1.25 * axes.get_ylim()[1])
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)

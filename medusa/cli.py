@@ -1,0 +1,363 @@
+"""The program `medusa`: the one place that knows both training and inference, loaded command by command.
+
+Exit status: 0 done, 1 failed, 2 wrong usage or input (one line: got, expected, how to fix), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .model import MedusaModel
+
+INTERRUPTED = 130
+USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's, or that of typer's own copy of click
+
+app = typer.Typer(
+    help="Train extra prediction heads on a frozen language model, then decode several tokens per forward pass.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+inspect_app = typer.Typer(help="Look at data, heads or a draft tree.")
+app.add_typer(inspect_app, name="inspect")
+
+
+class Dtype(str, Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class OnBadRecord(str, Enum):
+    error = "error"
+    skip = "skip"
+
+
+Base = Annotated[str, typer.Option(help="Base model: a directory or a Hub name.", show_default=False)]
+BaseOverride = Annotated[str | None, typer.Option("--base", help="Base model, where it is not as the heads name it.")]
+Heads = Annotated[Path, typer.Option(help="Heads directory, as `medusa train` writes it.", show_default=False)]
+Data = Annotated[
+    list[str],
+    typer.Option("--data", help="Conversations: JSONL (.xz, .gz) or Hub name; repeatable.", show_default=False),
+]
+MaxLength = Annotated[int, typer.Option(help="Tokens kept of a conversation.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first so many.")]
+BadRecord = Annotated[OnBadRecord, typer.Option(help="What a broken record does.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Type of the base model's weights.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the base model.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
+JsonOut = Annotated[Path | None, typer.Option("--json", help="Also write the numbers here.")]
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; returns the exit status."""
+    warnings.showwarning = _show_warning
+    try:
+        status = app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="medusa")
+    except USAGE_ERROR as error:
+        return _fail(f"{error.format_message()} See `medusa --help`.", 2)
+    except ValueError as error:
+        return _fail(error, 2)
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output is gone; nothing more to say
+        return 1
+    except (OSError, RuntimeError) as error:
+        return _fail(error, 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    return status if isinstance(status, int) else 0
+
+
+def _fail(reason: object, status: int) -> int:
+    print(f"error: {' '.join(str(reason).split())}", file=sys.stderr)
+    return status
+
+
+def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def distill(
+    base: Base,
+    out: Annotated[Path, typer.Option(help="JSONL to write; what it holds already is kept.", show_default=False)],
+    prompts: Annotated[Path | None, typer.Option(help="Prompt file to answer (JSONL).")] = None,
+    self_prompt: Annotated[int | None, typer.Option(min=1, help="Let the base write so many prompts itself.")] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    max_rows: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompts that the base writes.")] = 0,
+    dtype: DtypeOption = Dtype.float32,
+    device: Device = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Make training data with the base model itself: it answers prompts, or writes those too. Resumable."""
+    console = _console()
+    from .base_model import load_base_model
+    from .infer.distill import DistillOptions, distill
+
+    options = DistillOptions(max_new_tokens=max_new_tokens, max_rows=max_rows, seed=seed)
+    model = load_base_model(base, dtype=dtype.value, device=device, trust_remote_code=trust_remote_code)
+    result = distill(model, out, prompts=prompts, self_prompt=self_prompt, options=options, console=console)
+    print(
+        f"{out}: {result.num_records:,} conversations, {result.num_answer_tokens:,} answer tokens"
+        f" ({result.num_resumed:,} conversations were there before)"
+    )
+
+
+@inspect_app.command("data")
+def inspect_data(
+    data: Data,
+    base: Base,
+    limit: Annotated[int, typer.Option(min=0, help="Conversations to show.")] = 3,
+    max_length: MaxLength = 2048,
+    on_bad_record: BadRecord = OnBadRecord.error,
+) -> None:
+    """Show conversations with the tokens under loss in colour, and statistics over all of them."""
+    console = _console()
+    from .train.inspect_data import inspect_data as show
+
+    show(data, base, limit, on_bad_record.value, max_length, console)
+
+
+@inspect_app.command("heads")
+def inspect_heads(heads: Heads) -> None:
+    """Show what a heads directory holds: design, base model, tensors, tree, training."""
+    from .infer.show_heads import show_heads
+
+    show_heads(heads, _console())
+
+
+@inspect_app.command("tree")
+def inspect_tree(
+    heads: Heads, png: Annotated[Path | None, typer.Option(help="Also draw it here, with its curves.")] = None
+) -> None:
+    """Draw the draft tree and the numbers that chose it."""
+    from .calibration import Calibration
+    from .checkpoint import load_heads
+    from .infer.draw_tree import draw_tree_png, draw_tree_text
+
+    calibration = Calibration.load(heads / load_heads(heads)[1].tree)
+    draw_tree_text(calibration, _console())
+    if png:
+        print(f"picture: {draw_tree_png(calibration, png)}")
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Option(help="YAML file, such as configs/train/quickstart.yaml.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Settings, such as optim.lr=1e-3.")
+    ] = None,
+) -> None:
+    """Train heads. Run the same command again to continue after an interruption.
+
+    With several processes: `torchrun --nproc-per-node 2 -m medusa train --config FILE`, or `accelerate launch -m`.
+    """
+    console = _console()
+    from .train.run import load_config, train
+    from .train.signals import TrainingInterrupted
+
+    try:
+        result = train(load_config(config, overrides or ()), console)
+    except TrainingInterrupted as interruption:
+        raise typer.Exit(_fail(interruption, INTERRUPTED)) from None
+    console.print(
+        f"heads: {result.heads_dir} ({result.stop_reason}, {result.tokens_per_second:,.0f} tokens/s)", highlight=False
+    )
+
+
+@app.command("eval")
+def evaluate(
+    heads: Heads,
+    data: Data,
+    base: BaseOverride = None,
+    json: JsonOut = None,
+    limit: Limit = None,
+    max_length: MaxLength = 1024,
+    on_bad_record: BadRecord = OnBadRecord.error,
+    dtype: DtypeOption = Dtype.float32,
+    device: Device = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Accuracy of each head by rank on held-out conversations, and the tau that draft trees would reach."""
+    console = _console()
+    from .infer.evaluate import evaluate_with_progress, print_evaluation
+
+    model = _load(heads, base, dtype, device, trust_remote_code, pack=False)
+    evaluation = evaluate_with_progress(model, _texts(data, model, max_length, on_bad_record, limit, console), console)
+    tree = model.tree if model.calibration else None
+    print_evaluation(evaluation, tree, console)
+    _write_json(json, evaluation.to_dict(tree))
+
+
+@app.command()
+def calibrate(
+    heads: Heads,
+    data: Data,
+    base: BaseOverride = None,
+    limit: Limit = None,
+    max_length: MaxLength = 1024,
+    on_bad_record: BadRecord = OnBadRecord.error,
+    dtype: DtypeOption = Dtype.float32,
+    device: Device = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Measure acceptance on held-out conversations and c(N) on this machine; choose the tree and save it."""
+    console = _console()
+    from .checkpoint import load_heads
+    from .infer.calibrate import calibrate
+    from .infer.draw_tree import draw_tree_text
+
+    target = heads / load_heads(heads)[1].tree
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is no tree yet
+        model = _load(heads, base, dtype, device, trust_remote_code, pack=True)
+    calibration = calibrate(model, _texts(data, model, max_length, on_bad_record, limit, console), console)
+    calibration.save(target)
+    draw_tree_text(calibration, console)
+    print(f"tree: {target}")
+
+
+@app.command()
+def generate(
+    heads: Heads,
+    prompt: Annotated[str, typer.Option(help="What to answer; - reads standard input.", show_default=False)],
+    raw: Annotated[bool, typer.Option("--raw", help="Send the text as it is, without the chat template.")] = False,
+    max_new_tokens: MaxNewTokens = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
+    speculate: Annotated[bool, typer.Option(help="Draft with the heads, or decode a token at a time.")] = True,
+    compare: Annotated[bool, typer.Option("--compare", help="Answer with stock transformers too.")] = False,
+    base: BaseOverride = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: Device = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Answer one prompt greedily, as the base model itself would, faster."""
+    console = _console()
+    from .infer.generate import check_prompt, encode_prompt
+    from .infer.show_answer import show_answer
+
+    if compare and stop:
+        raise ValueError("generate: got --compare with --stop, expected one of them; stock generate cuts elsewhere")
+    model = _load(heads, base, dtype, device, trust_remote_code, pack=True)
+    ids = encode_prompt(model.base.tokenizer, sys.stdin.read() if prompt == "-" else prompt, raw=raw)
+    if not compare:
+        show_answer(model, ids, console, max_new_tokens=max_new_tokens, stop=stop or (), speculate=speculate)
+        return
+    from .infer.compare import compare as show_comparison
+    from .infer.methods import StockModel
+
+    check_prompt(model.base, ids, max_new_tokens)
+    stock = StockModel.load(model.base, trust_remote_code=trust_remote_code)
+    show_comparison(model, stock, ids, max_new_tokens, console)
+
+
+@app.command()
+def bench(
+    heads: Heads,
+    prompts: Annotated[Path, typer.Option(help="Prompt file (JSONL); first turns are answered.", show_default=False)],
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated: hf, hf-lookup, ar, medusa; hf always runs.")
+    ] = "ar,medusa",
+    max_new_tokens: MaxNewTokens = 128,
+    limit: Limit = None,
+    json: JsonOut = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the speeds here (PNG).")] = None,
+    base: BaseOverride = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: Device = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Compare speed and tokens with stock transformers, one prompt at a time, methods taking turns.
+
+    Fails (status 1) where a method's tokens differ from stock's by more than a numerical tie.
+    """
+    console = _console()
+    from .infer.bench import bench
+    from .infer.bench_report import plot_bench, print_bench
+    from .infer.methods import StockModel
+    from .infer.prompts import read_prompts
+
+    records = read_prompts(prompts, limit=limit)
+    model = _load(heads, base, dtype, device, trust_remote_code, pack=True)
+    stock = StockModel.load(model.base, trust_remote_code=trust_remote_code)
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    result = bench(model, stock, records, methods=names, max_new_tokens=max_new_tokens, console=console)
+    print_bench(result, console)
+    _write_json(json, result.to_dict())
+    if plot:
+        plot_bench(result, plot)
+        print(f"picture: {plot}")
+    if result.num_different:
+        raise RuntimeError(f"bench: {result.num_different} answers differ from stock's beyond a numerical tie")
+
+
+def _console() -> Console:
+    """Also quietens what the libraries print when nobody watches."""
+    from rich.console import Console
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    return Console()
+
+
+def _load(
+    heads: Path, base: str | None, dtype: Dtype, device: str, trust_remote_code: bool, *, pack: bool
+) -> MedusaModel:
+    from .model import MedusaModel
+
+    return MedusaModel.from_pretrained(
+        heads, base=base, dtype=dtype.value, device=device, pack=pack, trust_remote_code=trust_remote_code
+    )
+
+
+def _texts(
+    data: list[str],
+    model: MedusaModel,
+    max_length: int,
+    on_bad_record: OnBadRecord,
+    limit: int | None,
+    console: Console,
+) -> list[Any]:
+    from .train.dataset import build_dataset
+
+    max_length = min(max_length, model.base.max_positions)
+    dataset = build_dataset(data, model.base.tokenizer, max_length, on_bad_record.value, limit, console)
+    console.print(str(dataset.statistics), highlight=False, markup=False)
+    return list(dataset.examples)
+
+
+def _write_json(path: Path | None, content: Any) -> None:
+    if path is None:
+        return
+    import json
+
+    from .checkpoint import write_atomically
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically({path: lambda file: file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")})
+    print(f"numbers: {path}")
