@@ -164,6 +164,7 @@ def load_base_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    device = as_device(device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
         model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=as_dtype(dtype), **options)
@@ -182,6 +183,17 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """Raises ValueError for a device that torch does not know or this machine does not have."""
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {str(device)!r} is unknown; expected cpu, cuda or cuda:N") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} GPUs; use cpu")
+    return found
 
 
 def adapt_base_model(model: Any, tokenizer: Any, *, name: str, revision: str | None = None) -> BaseModel:
