@@ -3,7 +3,7 @@
 A matrix product of 8 to 32 rows is where stock `F.linear` is weakest: on some processors oneDNN's prepacked weights are
 several times faster, on others MKL is, but only if the product is written the other way round (`W x^T`). Which one
 wins depends on the machine, the shape and the number of rows, so `pack_linears` measures all three on the model's own
-weights (about two seconds) and gives every layer the best. A packed weight replaces the original: no memory is added,
+weights (a few seconds) and gives every layer the best. A packed weight replaces the original: no memory is added,
 but for a weight that is tied to the embeddings. All three compute the same product; `F.linear` is the reference.
 
 This is the one place that writes onto a base model, and only on one that the engine owns.
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MEASURED_ROWS = (1, 4, 8, 16, 32)
-MAX_SAMPLES = 6  # weights of a shape that are measured, so that none is found in the cache
-REPEATS = 5
+SAMPLE_BYTES = 600_000_000  # weights that are measured: more than a processor's caches hold
+REPEATS = 3
+
+Shape = tuple[int, int]  # (out, in)
+Seconds = dict[str, tuple[float, ...]]  # by kernel, then by MEASURED_ROWS
+Kernel = Callable[[Tensor, Any, "Tensor | None"], Tensor]
 
 
 def multiply_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,7 +57,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
 
 
-KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+KERNELS: dict[str, Kernel] = {
     "plain": multiply_plain,
     "transposed": multiply_transposed,
     "packed": multiply_packed,
@@ -106,8 +111,8 @@ class FastLinear(nn.Module):
 class LinearReport:
     """What `pack_linears` did: seconds per product by (out, in) shape, kernel and number of rows, and the plans."""
 
-    seconds: dict[tuple[int, int], dict[str, tuple[float, ...]]] = field(default_factory=dict)
-    plans: dict[tuple[int, int], LinearPlan] = field(default_factory=dict)
+    seconds: dict[Shape, Seconds] = field(default_factory=dict)
+    plans: dict[Shape, LinearPlan] = field(default_factory=dict)
     num_layers: int = 0
 
     def summary(self) -> dict[str, Any]:
@@ -115,7 +120,7 @@ class LinearReport:
         return {f"{out}x{inner}": list(plan.by_rows) for (out, inner), plan in self.plans.items()}
 
 
-def choose_plan(seconds: dict[str, tuple[float, ...]]) -> LinearPlan:
+def choose_plan(seconds: Seconds) -> LinearPlan:
     """Packed if that is faster summed over the measured row counts, else the better unpacked kernel for each."""
     unpacked = tuple(zip(seconds["plain"], seconds["transposed"], strict=True))
     if sum(seconds["packed"]) < sum(min(pair) for pair in unpacked):
@@ -123,25 +128,48 @@ def choose_plan(seconds: dict[str, tuple[float, ...]]) -> LinearPlan:
     return LinearPlan(tuple("plain" if plain <= other else "transposed" for plain, other in unpacked), "plain")
 
 
-def measure_kernels(weights: list[Tensor]) -> dict[str, tuple[float, ...]]:
-    """Median seconds of each kernel at each of `MEASURED_ROWS`, over several weights of one shape."""
-    packed = [pack_weight(weight) for weight in weights]
-    operands = {"plain": weights, "transposed": weights, "packed": packed}
-    return {
-        name: tuple(_seconds(KERNELS[name], operand, rows, weights[0].shape[1]) for rows in MEASURED_ROWS)
-        for name, operand in operands.items()
-    }
+def sample_weights(layers: Iterable[nn.Linear]) -> list[Tensor]:
+    """Weights to measure with, in the model's order: the first `SAMPLE_BYTES`, and the first of each further shape."""
+    sampled: list[Tensor] = []
+    shapes, num_bytes = set(), 0
+    for layer in layers:
+        weight = layer.weight.detach()
+        if num_bytes < SAMPLE_BYTES or weight.shape not in shapes:
+            sampled.append(weight)
+            shapes.add(weight.shape)
+            num_bytes += weight.nbytes
+    return sampled
 
 
-def _seconds(kernel: Callable[..., Tensor], weights: list[Tensor], rows: int, inner: int) -> float:
-    x = torch.randn(1, rows, inner)
-    times = []
+def measure_kernels(weights: list[Tensor]) -> dict[Shape, Seconds]:
+    """Median seconds of one product by shape, kernel and `MEASURED_ROWS`.
+
+    All weights are gone through in the model's order, as a forward does it: what it finds in the processor's caches
+    decides which kernel is faster, and one weight measured over and over would be found there every time.
+    """
+    operands = {"plain": weights, "transposed": weights, "packed": [pack_weight(weight) for weight in weights]}
+    shapes = [(weight.shape[0], weight.shape[1]) for weight in weights]
+    result: dict[Shape, Seconds] = {shape: {} for shape in shapes}
+    for name, kernel in KERNELS.items():
+        by_rows = [_time_pass(kernel, operands[name], shapes, rows) for rows in MEASURED_ROWS]
+        for shape in result:
+            result[shape][name] = tuple(seconds[shape] for seconds in by_rows)
+    return result
+
+
+def _time_pass(kernel: Kernel, operands: list[Tensor], shapes: list[Shape], rows: int) -> dict[Shape, float]:
+    """Seconds of one product by shape: the mean over a pass, the median of `REPEATS` passes."""
+    inputs = {inner: torch.randn(1, rows, inner) for _, inner in shapes}
+    passes: dict[Shape, list[float]] = defaultdict(list)
     for _ in range(REPEATS):
-        start = time.perf_counter()
-        for weight in weights:
-            kernel(x, weight, None)
-        times.append((time.perf_counter() - start) / len(weights))
-    return sorted(times)[REPEATS // 2]
+        spent: dict[Shape, list[float]] = defaultdict(list)
+        for operand, shape in zip(operands, shapes, strict=True):
+            start = time.perf_counter()
+            kernel(inputs[shape[1]], operand, None)
+            spent[shape].append(time.perf_counter() - start)
+        for shape, seconds in spent.items():
+            passes[shape].append(mean(seconds))
+    return {shape: median(seconds) for shape, seconds in passes.items()}
 
 
 @torch.no_grad()
@@ -151,17 +179,18 @@ def pack_linears(model: nn.Module) -> LinearReport:
     For inference only: gradients and `state_dict` of the packed layers are gone. On another device or dtype nothing
     is touched and the report is empty.
     """
-    layers: dict[tuple[int, int], list[tuple[nn.Module, str, nn.Linear]]] = defaultdict(list)
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear and can_pack(child.weight):
-                layers[(child.out_features, child.in_features)].append((parent, name, child))
-    report = LinearReport()
-    for shape, members in layers.items():
-        samples = [child.weight.detach() for _, _, child in members[:MAX_SAMPLES]]
-        report.seconds[shape] = measure_kernels(samples)
-        plan = report.plans[shape] = choose_plan(report.seconds[shape])
-        for parent, name, child in members:
-            setattr(parent, name, FastLinear(child.weight, child.bias, plan))
-            report.num_layers += 1
+    layers = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and can_pack(child.weight)
+    ]
+    if not layers:
+        return LinearReport()
+    report = LinearReport(measure_kernels(sample_weights(child for _, _, child in layers)))
+    report.plans = {shape: choose_plan(seconds) for shape, seconds in report.seconds.items()}
+    report.num_layers = len(layers)
+    for parent, name, child in layers:
+        plan = report.plans[(child.out_features, child.in_features)]
+        setattr(parent, name, FastLinear(child.weight, child.bias, plan))
     return report
