@@ -32,6 +32,12 @@ stage() {
     touch "$stamp"
 }
 
+# As much of the demo data as the base can go through in five minutes on this machine: all of it on a fast one.
+fit_data() {
+    "$VENV/bin/python" scripts/fit_data.py --config configs/train/quickstart.yaml --seconds 300 >$run/limit
+    cat $run/limit
+}
+
 started=$SECONDS
 scripts/setup_env.sh train,demo,plot
 mkdir -p "$run"
@@ -39,7 +45,8 @@ mkdir -p "$run"
 stage "demo model" "$VENV/bin/python" scripts/demo_model.py --out runs/demo-model
 stage "fresh data" "$medusa" distill --base runs/demo-model --self-prompt 96 --seed 1 --max-new-tokens 128 \
     --out $run/fresh.jsonl
-stage "train" "$medusa" train --config configs/train/quickstart.yaml
+stage "fit data" fit_data
+stage "train" "$medusa" train --config configs/train/quickstart.yaml $(cat $run/limit)
 stage "calibrate" "$medusa" calibrate --heads $heads --data $run/fresh.jsonl
 stage "tree picture" "$medusa" inspect tree --heads $heads --png $run/tree.png
 stage "benchmark" "$medusa" bench --heads $heads --prompts data/prompts.jsonl --limit 8 --max-new-tokens 96 \

@@ -25,10 +25,11 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The base model. `dtype`: of its weights and of the matrix products; the heads' own weights stay float32."""
+    """The base model. `dtype`: of its weights and of the matrix products; the heads' own weights stay float32. auto:
+    bfloat16 where the hardware has matrix units for it (GPUs, CPUs with AMX), else float32."""
 
     base: str
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     revision: str | None = None
 
 

@@ -93,6 +93,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     console = console if accelerator.is_main_process else None
     folders = Folders(Path(config.train.output_dir))
+    config = resolve_dtype(config, accelerator.device)
     base = load_base_model(
         config.model.base, dtype=config.model.dtype, device=accelerator.device, revision=config.model.revision
     )
@@ -121,6 +122,21 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
             shutil.rmtree(folders.features, ignore_errors=True)
     accelerator.wait_for_everyone()
     return result
+
+
+def resolve_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """`model.dtype: auto` made into what it means on this machine."""
+    if config.model.dtype != "auto":
+        return config
+    dtype = "bfloat16" if _multiplies_bfloat16(device) else "float32"
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private: where a release lacks it, float32 is safe
+    return device.type == "cpu" and has_amx is not None and bool(has_amx())
 
 
 def _prepare(

@@ -17,7 +17,7 @@ STEPS = 300
 
 
 def launch(config, *overrides, launcher=(sys.executable,)):
-    command = [*launcher, "-m", "medusa.train", "--config", str(config), *overrides]
+    command = [*launcher, "-m", "medusa", "train", "--config", str(config), *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
