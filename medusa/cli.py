@@ -174,7 +174,8 @@ def train(
 ) -> None:
     """Train heads. Run the same command again to continue after an interruption.
 
-    With several processes: `torchrun --nproc-per-node 2 -m medusa train --config FILE`, or `accelerate launch -m medusa train`.
+    With several processes: `torchrun --nproc-per-node 2 -m medusa train --config FILE`, or the same after
+    `accelerate launch`.
     """
     console = _console()
     from .train.run import load_config, train

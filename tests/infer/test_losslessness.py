@@ -1,0 +1,159 @@
+"""What the project stands on: a tree's logits are those of plain forwards, and greedy answers are the base's own."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from medusa.base_model import adapt_base_model
+from medusa.config import HeadsConfig
+from medusa.drafter import HeadsDrafter
+from medusa.heads import MedusaHeads
+from medusa.infer.decode import DecodeState, prefill
+from medusa.infer.generate import run_requests
+from medusa.infer.request import Request
+from medusa.tree import DraftTree
+from tiny_models import FAMILIES, SLIDING_FAMILIES, VOCAB_SIZE, WINDOW, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.transformers_compat
+
+CONTEXTS = {"short": [3, 5], "long": [21, 2]}  # tokens a row; the window is 8
+
+
+@functools.cache
+def base_of(family):
+    return adapt_base_model(tiny_model(family), tiny_tokenizer(), name=f"tiny {family}")
+
+
+@functools.cache
+def stock_of(family):
+    return tiny_model(family)
+
+
+def test_some_families_slide_over_contexts_longer_than_their_window():
+    assert len(FAMILIES) >= 6 and SLIDING_FAMILIES and max(CONTEXTS["long"]) > 2 * WINDOW
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tree_logits_are_those_of_each_path_alone(family, context, monkeypatch):
+    """Two rows of different length, prefilled in chunks; every node against a plain forward of context and path."""
+    monkeypatch.setattr("medusa.infer.decode.PREFILL_CHUNK", 6)
+    base, stock = base_of(family), stock_of(family)
+    tree = DraftTree.cartesian([3, 2, 1, 2])
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in CONTEXTS[context]]
+    state = DecodeState.empty(base, base.new_cache(len(prompts), 64 + tree.num_nodes))
+    for prompt in prompts:
+        prefill(base, state, prompt)
+    tokens = torch.randint(3, VOCAB_SIZE, (len(prompts), tree.num_nodes), generator=generator)
+    with torch.inference_mode():
+        positions = state.cache.lengths[state.rows, None] + tree.depth
+        hidden = base.forward(tokens, positions, tree.attention_mask, state.cache, state.rows)
+        logits = base.logits(hidden)
+    for row, prompt in enumerate(prompts):
+        for path in tree.paths:
+            nodes = path[path >= 0]
+            ids = torch.tensor([prompt + tokens[row, nodes].tolist()])
+            with torch.no_grad():
+                expected = stock(input_ids=ids, use_cache=False).logits[0, len(prompt) :]
+            assert (logits[row, nodes] - expected).abs().max() < 1e-4
+
+
+class OracleDrafter:
+    """Drafts what the base is going to say, with mistakes: so that drafts of every depth are accepted and refused."""
+
+    def __init__(self, tree, continuations, generator, mistakes):
+        self.tree, self.generator, self.mistakes = tree, generator, mistakes
+        self._next = {tuple(prompt): answer for prompt, answer in continuations}
+
+    def watch(self, requests):
+        self.requests = requests
+
+    def propose(self, root, hidden):
+        rows = []
+        for token in root.tolist():
+            rows.append(self._draft(token))
+        return torch.tensor(rows)
+
+    def _draft(self, root):
+        """The tokens after the only place of an answer where `root` comes next, else noise."""
+        row = torch.randint(0, VOCAB_SIZE, (self.tree.num_nodes,), generator=self.generator).tolist()
+        row[0] = root
+        for request in self.requests:
+            answer, done = self._next[tuple(request.prompt_ids)], len(request.token_ids)
+            if request.finish_reason is None and done and answer[done - 1] == root:
+                following = answer[done : done + self.tree.max_depth]
+                for node, path in enumerate(self.tree.node_paths, start=1):
+                    lucky = torch.rand((), generator=self.generator) > self.mistakes
+                    if max(path) == 0 and len(path) <= len(following) and lucky:
+                        row[node] = following[len(path) - 1]
+        return row
+
+
+def stock_answer(family, prompt, max_new_tokens):
+    ids = torch.tensor([prompt])
+    output = stock_of(family).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def make_requests(prompts, max_new_tokens):
+    return [Request(prompt, max_new_tokens, frozenset(), tiny_tokenizer()) for prompt in prompts]
+
+
+def decode(base, drafter, requests, max_rows):
+    for _ in run_requests(base, drafter, requests, max_rows=max_rows):
+        pass
+    return [request.token_ids for request in requests]
+
+
+PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), max_size=10)
+TREES = PATHS.map(lambda paths: DraftTree.from_paths({p[:d] for p in paths for d in range(1, len(p) + 1)}))
+PROMPTS = st.lists(st.lists(st.integers(3, VOCAB_SIZE - 1), min_size=1, max_size=24), min_size=1, max_size=5)
+FAST = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@FAST
+@given(tree=TREES, prompts=PROMPTS, max_rows=st.integers(1, 5), seed=st.integers(0, 1000), length=st.integers(1, 14))
+def test_greedy_tokens_are_stock_generates(family, tree, prompts, max_rows, seed, length):
+    base = base_of(family)
+    expected = [stock_answer(family, prompt, length) for prompt in prompts]
+    generator = torch.Generator().manual_seed(seed)
+    oracle = OracleDrafter(tree, zip(prompts, expected, strict=True), generator, mistakes=0.3)
+    requests = make_requests(prompts, length)
+    oracle.watch(requests)
+    assert decode(base, oracle, requests, max_rows) == expected
+
+
+@FAST
+@given(tree=TREES, prompts=PROMPTS, max_rows=st.integers(1, 5), seed=st.integers(0, 1000))
+def test_greedy_tokens_are_stock_generates_whatever_heads_guess(tree, prompts, max_rows, seed):
+    base = base_of("llama")
+    heads = MedusaHeads(HeadsConfig(num_heads=4, num_layers=1, hidden_size=32, vocab_size=VOCAB_SIZE))
+    heads.attach_lm_head(base.lm_head_weight)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in heads.blocks.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    expected = [stock_answer("llama", prompt, 10) for prompt in prompts]
+    assert decode(base, HeadsDrafter(heads, tree), make_requests(prompts, 10), max_rows) == expected
+
+
+def test_the_oracle_has_drafts_of_every_depth_accepted_and_refused():
+    """Without this, the properties above could hold because nothing is ever accepted."""
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
+    expected = [stock_answer("llama", prompt, 60) for prompt in prompts]
+    oracle = OracleDrafter(DraftTree.chain(4), zip(prompts, expected, strict=True), torch.Generator(), mistakes=0.3)
+    requests = make_requests(prompts, 60)
+    oracle.watch(requests)
+    assert decode(base_of("llama"), oracle, requests, 3) == expected
+    kept = [sum(request.stats.accepted_by_position[d] for request in requests) for d in range(4)]
+    assert all(earlier > later > 0 for earlier, later in zip(kept, kept[1:], strict=False)), kept
+    assert all(request.stats.num_steps > 60 / 5 for request in requests)
