@@ -55,13 +55,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         return []
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
+    try:
+        records = [json.loads(line) for line in data[:whole].splitlines()]
+        if data[whole:] and not b'{"id": '.startswith(data[whole:][:7]):
+            raise ValueError("its last line is not the beginning of a record")
+    except ValueError as error:
+        raise ValueError(f"{path}: holds something else than this command's records ({error}); move it away") from error
     if whole != len(data):
         with path.open("r+b") as file:
             file.truncate(whole)
-    try:
-        return [json.loads(line) for line in data[:whole].splitlines()]
-    except ValueError as error:
-        raise ValueError(f"{path}: holds something else than this command's records ({error}); move it away") from error
+    return records
 
 
 def user_opening(tokenizer: Any) -> list[int]:
