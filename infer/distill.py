@@ -25,7 +25,7 @@ from .prompts import PromptRecord, read_prompts
 from .request import Request
 from .sampling import top_p_sampler
 
-BLOCK = 256  # self-written prompts are drawn in blocks of this many, each from a seed of its own
+BLOCK = 256  # self-written prompts are drawn in blocks of at most this many, each from a seed of its own
 MIN_PROMPT_CHARACTERS = 12
 
 
@@ -89,7 +89,7 @@ def write_prompts(base: BaseModel, path: Path, count: int, options: DistillOptio
     ):
         progress.advance(len(seen))
         while len(seen) < count:
-            for text in _draw_prompts(base, block, options):
+            for text in _draw_prompts(base, block, min(BLOCK, count), options):
                 if text not in seen and len(seen) < count:
                     record = {"id": f"self-{len(seen)}", "block": block, "turns": [text]}
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -99,11 +99,11 @@ def write_prompts(base: BaseModel, path: Path, count: int, options: DistillOptio
             block += 1
 
 
-def _draw_prompts(base: BaseModel, block: int, options: DistillOptions) -> list[str]:
+def _draw_prompts(base: BaseModel, block: int, size: int, options: DistillOptions) -> list[str]:
     opening = user_opening(base.tokenizer)
     generator = torch.Generator(base.device).manual_seed(options.seed * 1_000_003 + block)
     choose = top_p_sampler(generator, temperature=options.temperature, top_p=options.top_p)
-    requests = [Request(opening, options.max_prompt_tokens, base.eos_token_ids, base.tokenizer) for _ in range(BLOCK)]
+    requests = [Request(opening, options.max_prompt_tokens, base.eos_token_ids, base.tokenizer) for _ in range(size)]
     for _ in run_requests(base, RootDrafter(), requests, max_rows=options.max_rows, choose=choose):
         pass
     texts = [request.text.strip() for request in requests if request.finish_reason == "stop"]
