@@ -1,6 +1,7 @@
 """`medusa bench`: several ways of decoding the same prompts, side by side, and whether their tokens are the same.
 
-Methods take turns prompt by prompt, so that a drift of the machine's speed falls on all of them. Tokens are compared
+Methods take turns prompt by prompt, and so does the measurement of c(N), so that a drift of the machine's speed falls
+on all of them. Tokens are compared
 with `hf`'s; where they differ, the reference's own two best logits at that place tell a numerical tie from a fault.
 """
 
@@ -17,7 +18,7 @@ from medusa.calibration import interpolate_latency
 from medusa.model import MedusaModel
 
 from .generate import check_prompt, encode_prompt
-from .latency import SIZES, measure_latency
+from .latency import LatencyMeter
 from .machine import describe_machine
 from .methods import METHODS, Method, Sample, StockModel, make_methods
 from .progress import token_progress
@@ -25,6 +26,7 @@ from .prompts import PromptRecord
 
 TIE_GAP = 1e-3  # top-two logit gap below which two float32 computations may choose differently
 WARM_UP_TOKENS = 16
+CURVE_SIZES = (1, 2, 4, 8, 16, 32)
 REFERENCE = "hf"
 
 Verdict = Literal["identical", "tie", "different"]
@@ -145,17 +147,17 @@ def bench(
     """
     runs = _chosen(make_methods(model, stock), methods)
     encoded = encode_prompts(model.base, prompts, max_new_tokens)
-    sizes = sorted({*SIZES, model.tree.num_nodes})
-    with token_progress(console, "c(N)", 1, "curves"):
-        curve = measure_latency(model.base, sizes)
-    result = BenchResult(model, max_new_tokens, curve, {name: Tally() for name in runs})
+    meter = LatencyMeter(model.base, sorted({*CURVE_SIZES, model.tree.num_nodes}))
+    result = BenchResult(model, max_new_tokens, {}, {name: Tally() for name in runs})
     for run in runs.values():
         run(encoded[0], min(WARM_UP_TOKENS, max_new_tokens))
     with token_progress(console, "prompts", len(prompts), "prompts") as progress:
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
             samples = _take_turns(runs, number, ids, max_new_tokens)
+            meter.round()
             _count(result, stock, prompt, ids, samples)
             progress.advance(1, tokens=sum(len(sample.token_ids) for sample in samples.values()))
+    result.latency_curve = meter.curve()
     return result
 
 

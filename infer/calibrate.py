@@ -25,8 +25,8 @@ def calibrate(model: MedusaModel, texts: Sequence[LabelledText], console: Consol
     if len(texts) < 2:
         raise ValueError(f"calibrate: got {len(texts)} conversation(s), expected at least 2, half of them to check on")
     parts = [evaluate_with_progress(model, half, console).statistics for half in (texts[::2], texts[1::2])]
-    with token_progress(console, "c(N)", ROUNDS + 1, "rounds") as progress:
-        curve = measure_latency(model.base, on_round=lambda _: progress.advance(1))
+    with token_progress(console, "c(N)", ROUNDS, "rounds") as progress:
+        curve = measure_latency(model.base, on_round=lambda: progress.advance(1))
     drafter = HeadsDrafter(model.heads, DraftTree.cartesian([8] + [1] * (model.heads.config.num_heads - 1)))
     propose = measure_propose(model.base, drafter)
     return choose_tree(parts[0], curve, propose_seconds=propose, held_out=parts[1], machine=describe_machine())

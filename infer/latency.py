@@ -16,33 +16,44 @@ CONTEXT = 200
 ROUNDS = 15
 
 
-def measure_latency(
-    base_model: BaseModel,
-    sizes: Sequence[int] = SIZES,
-    *,
-    context: int = CONTEXT,
-    rounds: int = ROUNDS,
-    on_round: Callable[[int], None] | None = None,
-) -> dict[int, float]:
-    """Seconds of one forward with logits and their argmax, median of `rounds`, by number of tokens (batch 1).
+class LatencyMeter:
+    """Times forwards of each of `sizes` tokens, with logits and their argmax, batch 1, behind `context` cached tokens.
 
-    context: tokens already in the cache. Sizes take turns within each round, so that a drift of the machine's speed
-    falls on all of them.
+    Raises ValueError where context and the largest size pass the model's context length.
     """
-    context = min(context, base_model.max_positions - max(sizes))
-    if context < 1:
-        raise ValueError(f"latency: {max(sizes)} tokens do not fit the model's context of {base_model.max_positions}")
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    forward = _prefilled(base_model, context, max(sizes))
-    for round_number in range(rounds + 1):
-        for size in sizes:
+
+    def __init__(self, base_model: BaseModel, sizes: Sequence[int] = SIZES, *, context: int = CONTEXT) -> None:
+        context = min(context, base_model.max_positions - max(sizes))
+        if context < 1:
+            raise ValueError(
+                f"latency: {max(sizes)} tokens do not fit the model's context of {base_model.max_positions}"
+            )
+        self._forward = _prefilled(base_model, context, max(sizes))
+        self._seconds: dict[int, list[float]] = {size: [] for size in sizes}
+        for size in sizes:  # warm up
+            self._forward(size)
+
+    def round(self) -> None:
+        """Every size once, so that a drift of the machine's speed falls on all of them."""
+        for size, seconds in self._seconds.items():
             start = time.perf_counter()
-            forward(size)
-            if round_number:  # the first one warms up
-                times[size].append(time.perf_counter() - start)
-        if on_round:
-            on_round(round_number)
-    return {size: statistics.median(seconds) for size, seconds in times.items()}
+            self._forward(size)
+            seconds.append(time.perf_counter() - start)
+
+    def curve(self) -> dict[int, float]:
+        """Median seconds over the rounds, by number of tokens."""
+        return {size: statistics.median(seconds) for size, seconds in self._seconds.items()}
+
+
+def measure_latency(
+    base_model: BaseModel, rounds: int = ROUNDS, *, on_round: Callable[[], None] = lambda: None
+) -> dict[int, float]:
+    """The curve over `SIZES`; smaller where the model's context is."""
+    meter = LatencyMeter(base_model, [size for size in SIZES if size < base_model.max_positions])
+    for _ in range(rounds):
+        meter.round()
+        on_round()
+    return meter.curve()
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from medusa.config import HeadsConfig
 from medusa.heads import MedusaHeads
 from medusa.infer.calibrate import calibrate
 from medusa.infer.evaluate import MAX_RANK, evaluate
-from medusa.infer.latency import measure_latency, measure_propose
+from medusa.infer.latency import SIZES, LatencyMeter, measure_latency, measure_propose
 from medusa.infer.machine import describe_machine
 from medusa.model import MedusaModel
 from medusa.train.batching import Example
@@ -124,10 +124,13 @@ def test_calibration_chooses_on_one_half_and_reports_on_the_other(base, tmp_path
 
 def test_latency_is_measured_at_every_size_within_the_context(base):
     rounds = []
-    curve = measure_latency(base, (1, 5), context=10_000, rounds=2, on_round=rounds.append)
-    assert curve.keys() == {1, 5} and min(curve.values()) > 0 and rounds == [0, 1, 2]
+    curve = measure_latency(base, 2, on_round=lambda: rounds.append(1))
+    assert set(curve) == set(SIZES) and min(curve.values()) > 0 and len(rounds) == 2
+    meter = LatencyMeter(base, (1, 5), context=10_000)
+    meter.round()
+    assert meter.curve().keys() == {1, 5}
     with pytest.raises(ValueError, match="256 tokens do not fit the model's context of 256"):
-        measure_latency(base, (1, 256))
+        LatencyMeter(base, (1, 256))
     assert measure_propose(base, MedusaModel(base, make_heads(base), DraftTree.chain(2)).drafter(), rounds=3) > 0
 
 
