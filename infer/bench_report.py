@@ -17,12 +17,12 @@ INK = "#1f2430"
 
 def print_bench(result: BenchResult, console: Console) -> None:
     table = Table(title=f"{result.num_prompts} prompts, up to {result.max_new_tokens} new tokens, greedy")
-    table.add_column("method")
-    for name in ("tokens/s", "vs hf", "vs ar", "tau", "efficiency", "first token", "identical", "tie", "different"):
+    table.add_column("method", no_wrap=True)
+    for name in ("tokens/s", "vs hf", "vs ar", "tau", "efficiency", "first token", "same", "tie", "different"):
         table.add_column(name, justify="right")
     for name, method in result.to_dict()["methods"].items():
         table.add_row(
-            f"{name}: {METHODS[name]}",
+            name,
             f"{method['tokens_per_second']:.1f}",
             _ratio(method, "speedup_vs_hf"),
             _ratio(method, "speedup_vs_ar"),
@@ -32,6 +32,8 @@ def print_bench(result: BenchResult, console: Console) -> None:
             *(str(method[f"num_prompts_{verdict}"]) for verdict in ("identical", "tie", "different")),
         )
     console.print(table)
+    for name in result.tallies:
+        console.print(f"{name}: {METHODS[name]}", style="dim", highlight=False)
     console.print(
         f"tau: tokens per step. efficiency: speedup over ar by tau / c(N), N = {result.model.tree.num_nodes}. "
         f"tie: tokens part where hf's two best logits are within {TIE_GAP}.",

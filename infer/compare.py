@@ -28,12 +28,13 @@ def compare(
             console.rule(f"{name}: {METHODS[name]}", characters="-")
             console.print(texts[name], markup=False, highlight=False)
     table = Table(box=None)
-    for column in ("", "tokens", "seconds", "tokens/s", "vs hf", "tokens per step", "same tokens"):
-        table.add_column(column, justify="left" if not column else "right")
+    table.add_column("method", no_wrap=True)
+    for column in ("tokens", "seconds", "tokens/s", "vs hf", "tau", "same tokens"):
+        table.add_column(column, justify="right")
     for name, sample in samples.items():
         speed = len(sample.token_ids) / sample.seconds
         table.add_row(
-            f"{name}: {METHODS[name]}",
+            name,
             str(len(sample.token_ids)),
             f"{sample.seconds:.2f}",
             f"{speed:.1f}",
@@ -42,4 +43,6 @@ def compare(
             "yes" if sample.token_ids == reference.token_ids else "NO",
         )
     console.print(table)
+    for name in COMPARED:
+        console.print(f"{name}: {METHODS[name]}", style="dim", highlight=False)
     return all(sample.token_ids == reference.token_ids for sample in samples.values())
