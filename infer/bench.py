@@ -17,7 +17,7 @@ from medusa.base_model import BaseModel
 from medusa.calibration import interpolate_latency
 from medusa.model import MedusaModel
 
-from .generate import check_prompt, encode_prompt
+from .generation import check_prompt, encode_prompt
 from .latency import LatencyMeter
 from .machine import describe_machine
 from .methods import METHODS, Method, Sample, StockModel, make_methods

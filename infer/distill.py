@@ -19,7 +19,7 @@ from rich.console import Console
 from medusa.base_model import BaseModel
 from medusa.drafter import RootDrafter
 
-from .generate import encode_prompt, run_requests
+from .generation import encode_prompt, run_requests
 from .progress import token_progress
 from .prompts import PromptRecord, read_prompts
 from .request import Request

@@ -16,7 +16,7 @@ from medusa.base_model import BaseModel
 from medusa.drafter import Drafter, RootDrafter
 from medusa.model import MedusaModel
 
-from .generate import run_requests
+from .generation import run_requests
 from .request import Request
 
 LOOKUP_TOKENS = 10  # Transformers' own suggestion for prompt_lookup_num_tokens

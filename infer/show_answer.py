@@ -9,7 +9,7 @@ from rich.text import Text
 
 from medusa.model import MedusaModel
 
-from .generate import Prompt, stream_request
+from .generation import Prompt, stream_request
 
 
 def show_answer(

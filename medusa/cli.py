@@ -258,7 +258,7 @@ def generate(
 ) -> None:
     """Answer one prompt greedily, as the base model itself would, faster."""
     console = _console()
-    from .infer.generate import check_prompt, encode_prompt
+    from .infer.generation import check_prompt, encode_prompt
     from .infer.show_answer import show_answer
 
     if compare and stop:

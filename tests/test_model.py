@@ -91,7 +91,7 @@ def demo_base(demo_model_dir):
 @pytest.mark.slow
 def test_the_demo_model_has_its_right_values(demo_base):
     from medusa.drafter import RootDrafter
-    from medusa.infer.generate import make_requests, run_requests
+    from medusa.infer.generation import make_requests, run_requests
 
     def answer(prompt, **options):
         [request] = make_requests(demo_base, [prompt], **options)

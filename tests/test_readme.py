@@ -43,11 +43,13 @@ def checkout(repo_root, demo_model_dir, tmp_path_factory):
 
 
 def run(command, folder):
+    """As a user's shell would: with every core, but for the launcher, whose processes share them."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    threads = 1 if command.startswith("torchrun") else os.cpu_count()
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=folder,
-        env=os.environ | {"PATH": path},
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": str(threads)},
         capture_output=True,
         text=True,
     )

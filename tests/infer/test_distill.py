@@ -16,7 +16,7 @@ from rich.console import Console
 
 from medusa.base_model import load_base_model
 from medusa.infer.distill import DistillOptions, distill, user_opening
-from medusa.infer.generate import encode_prompt
+from medusa.infer.generation import encode_prompt
 from tiny_models import save_tiny_base, tiny_tokenizer
 
 pytestmark = pytest.mark.transformers_compat

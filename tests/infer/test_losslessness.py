@@ -14,7 +14,7 @@ from medusa.config import HeadsConfig
 from medusa.drafter import HeadsDrafter
 from medusa.heads import MedusaHeads
 from medusa.infer.decode import DecodeState, prefill
-from medusa.infer.generate import run_requests
+from medusa.infer.generation import run_requests
 from medusa.infer.request import Request
 from medusa.tree import DraftTree
 from tiny_models import FAMILIES, SLIDING_FAMILIES, VOCAB_SIZE, WINDOW, tiny_model, tiny_tokenizer

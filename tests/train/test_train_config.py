@@ -31,7 +31,7 @@ def test_overrides_are_typed_by_the_setting(config_file):
         ("optim.lr=.nan", r"optim\.lr: got nan, expected a finite number"),
         ("optim.epochs=1.5", r"optim\.epochs: got 1\.5, expected a valid integer"),
         ("heads.lm_head=tied", r"heads\.lm_head: got 'tied', expected 'own' or 'shared'"),
-        ("model.dtype=float16", r"model\.dtype: got 'float16', expected 'float32' or 'bfloat16'"),
+        ("model.dtype=float16", r"model\.dtype: got 'float16', expected 'auto', 'float32' or 'bfloat16'"),
         ("model.base=null", r"model\.base: got None, expected a valid string"),
         ("optim.lr", "got no setting, expected section.key=value"),
         ("lr=1", "got no setting, expected section.key=value"),

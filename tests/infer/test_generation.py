@@ -13,7 +13,7 @@ from medusa.drafter import RootDrafter
 from medusa.heads import MedusaHeads
 from medusa.infer import generate, stream
 from medusa.infer.engine import Engine
-from medusa.infer.generate import encode_prompt, stream_request
+from medusa.infer.generation import encode_prompt, stream_request
 from medusa.infer.request import Request
 from medusa.model import MedusaModel
 from medusa.tree import DraftTree
@@ -128,6 +128,20 @@ def test_pieces_joined_are_the_answer(model):
     shown = []
     generate(model, ["Hi", "Ho"], max_new_tokens=5, on_piece=lambda index, piece: shown.append((index, piece.text)))
     assert {index for index, _ in shown} == {0, 1}
+
+
+def test_exported_names_are_functions_whatever_was_imported_before():
+    """A submodule of the same name would take the function's place once it is imported."""
+    import importlib
+    import pkgutil
+
+    import medusa.infer
+
+    submodules = {module.name for module in pkgutil.iter_modules(medusa.infer.__path__)}
+    assert not submodules & set(medusa.infer.__all__)
+    for name in submodules - {"draw_tree"}:
+        importlib.import_module(f"medusa.infer.{name}")
+    assert callable(medusa.infer.generate) and callable(medusa.infer.stream)
 
 
 def test_prompts_are_text_messages_or_ids(model):
