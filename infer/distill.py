@@ -22,7 +22,7 @@ from medusa.drafter import RootDrafter
 from .generation import encode_prompt, run_requests
 from .progress import token_progress
 from .prompts import PromptRecord, read_prompts
-from .request import Request
+from .request import Piece, Request
 from .sampling import top_p_sampler
 
 BLOCK = 256  # self-written prompts are drawn in blocks of at most this many, each from a seed of its own
@@ -112,17 +112,16 @@ def _draw_prompts(base: BaseModel, block: int, size: int, options: DistillOption
 
 def answer_prompts(
     base: BaseModel, prompts: Iterable[PromptRecord], options: DistillOptions
-) -> Iterator[tuple[PromptRecord, Request]]:
-    """Greedy answers to the first turns, in the order in which they finish."""
+) -> Iterator[tuple[PromptRecord, Request, Piece]]:
+    """Greedy answers to the first turns, piece by piece; a request with a `finish_reason` is complete."""
     requests, records = [], {}
     for prompt in prompts:
         ids = encode_prompt(base.tokenizer, prompt.turns[0])
         request = Request(ids, options.max_new_tokens, base.eos_token_ids, base.tokenizer)
         requests.append(request)
         records[id(request)] = prompt
-    for request, _ in run_requests(base, RootDrafter(), requests, max_rows=options.max_rows):
-        if request.finish_reason:
-            yield records[id(request)], request
+    for request, piece in run_requests(base, RootDrafter(), requests, max_rows=options.max_rows):
+        yield records[id(request)], request, piece
 
 
 def distill(
@@ -151,11 +150,12 @@ def distill(
     todo = [prompt for prompt in read_prompts(prompts) if prompt.id not in finished]
     num_tokens = sum(len(record["answer_ids"]) for record in done)
     with out.open("a", encoding="utf-8") as file, token_progress(console, "answers", len(todo), "prompts") as progress:
-        for prompt, request in answer_prompts(base, todo, options):
-            file.write(json.dumps(_record(prompt, request), ensure_ascii=False) + "\n")
-            file.flush()
-            num_tokens += len(request.token_ids)
-            progress.advance(1, tokens=len(request.token_ids))
+        for prompt, request, piece in answer_prompts(base, todo, options):
+            if request.finish_reason:
+                file.write(json.dumps(_record(prompt, request), ensure_ascii=False) + "\n")
+                file.flush()
+                num_tokens += len(request.token_ids)
+            progress.advance(int(request.finish_reason is not None), tokens=len(piece.token_ids))
     return DistillResult(len(done) + len(todo), num_tokens, len(done))
 
 
