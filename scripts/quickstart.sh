@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# From nothing to a real model that answers faster with the very same text: sets up an environment, fetches the demo
-# model, makes fresh data with it, trains heads, chooses the draft tree for this machine, benchmarks, and answers.
+# From nothing to a real model that decodes with heads of its own and says the very same text: sets up an environment,
+# fetches the demo model, makes fresh data with it, trains heads, chooses the draft tree for this machine, benchmarks,
+# and answers.
 #
 #   scripts/quickstart.sh
 #
-# Under 20 minutes on two CPU cores, downloads aside. Interrupt it whenever you like and run it again: finished stages
+# About 20 minutes on two CPU cores, downloads aside. Interrupt it whenever you like and run it again: finished stages
 # are not redone, and the one that was interrupted goes on where it stopped. Everything lands in runs/.
 #
 # VENV, PYTHON, TORCH_VERSION, TORCH_INSTALL: see scripts/setup_env.sh.
