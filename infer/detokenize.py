@@ -4,43 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 
 class Detokenizer:
     """Text of a growing answer. Special tokens are left out, as `tokenizer.decode(..., skip_special_tokens=True)` does.
 
     `text` is what is certain so far; bytes of an unfinished character are held back until it is whole or `finish`.
+    Each step decodes only the tokens since the step before the last: how a token reads can depend on the one before it.
+    (`tokenizers.DecodeStream` does the same, but raises where byte tokens that were text turn out to be none.)
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._fast = getattr(tokenizer, "_tokenizer", None)  # slow, pure Python tokenizers have none
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
+        self._shown: list[int] = []  # the last tokens whose text was given out
+        self._held: list[int] = []
         self.text = ""
 
     def add(self, token_id: int) -> str:
         """The text that this token makes certain, often a word, sometimes nothing."""
-        self._ids.append(token_id)
-        if self._fast is None:
-            return self._extend(self._decode().rstrip("�"))
-        piece = self._stream.step(self._fast, token_id) or ""
-        self.text += piece
-        return piece
+        self._held.append(token_id)
+        piece = self._decode_held()
+        return "" if piece.endswith("\ufffd") else self._give_out(piece)
 
     def finish(self) -> str:
         """What was held back at the end: bytes that never became a character show as U+FFFD."""
-        return self._extend(self._decode())
+        return self._give_out(self._decode_held())
 
-    def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _decode_held(self) -> str:
+        return self._decode(self._shown + self._held)[len(self._decode(self._shown)) :]
 
-    def _extend(self, text: str) -> str:
-        if not text.startswith(self.text):  # a decoder that rewrites its past; keep what was shown
-            return ""
-        piece, self.text = text[len(self.text) :], text
+    def _give_out(self, piece: str) -> str:
+        if piece:
+            self._shown, self._held = self._held, []
+        self.text += piece
         return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class StopMatcher:
