@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,14 @@ class DistillOptions:
     top_p: float = 0.95
 
 
-@dataclass(frozen=True)
+@dataclass
 class DistillResult:
+    """failures: reason by id of each prompt that a server did not answer; the base in this process answers all."""
+
     num_records: int
     num_answer_tokens: int
     num_resumed: int
+    failures: dict[str, str] = field(default_factory=dict)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

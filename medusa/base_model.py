@@ -51,6 +51,12 @@ class BaseModel:
         return weight.detach()
 
     @property
+    def lm_head_bias(self) -> Tensor | None:
+        """[V]; most families have none."""
+        bias: Tensor | None = getattr(self.model.get_output_embeddings(), "bias", None)
+        return None if bias is None else bias.detach()
+
+    @property
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device
 
@@ -112,8 +118,11 @@ class BaseModel:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V], with whatever the family does to its logits after the projection."""
-        logits = self.model.get_output_embeddings()(hidden)
+        """[..., D] -> [..., V]."""
+        return self.finish_logits(self.model.get_output_embeddings()(hidden))
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Whatever the family does to its logits after the projection."""
         if scale := getattr(self.config, "logits_scaling", None):  # Granite divides
             logits = logits / scale
         if scale := getattr(self.config, "logit_scale", None):  # Cohere multiplies

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -95,12 +96,22 @@ def check_base(info: HeadsInfo, base_fingerprint: str, base_name: str) -> None:
 
 
 def write_atomically(writers: dict[Path, Callable[[Path], Any]]) -> None:
-    """Each writer gets a temporary path beside its file; all are on disk before the first is renamed into place."""
+    """Each writer gets a temporary path beside its file; all are on disk before the first is renamed into place.
+
+    Raises OSError with the file and the free space where it cannot be written; what was there before is untouched.
+    """
     temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in writers}
     try:
         for path, write in writers.items():
-            write(temporary[path])
-            _sync(temporary[path])
+            try:
+                write(temporary[path])
+                _sync(temporary[path])
+            except (OSError, SafetensorError) as error:
+                free = shutil.disk_usage(path.parent).free
+                raise OSError(
+                    f"{path}: cannot be written ({error}; {free / 1e6:,.1f} MB are free there); what it held before is "
+                    "intact; free some space and run again"
+                ) from error
         for path in writers:
             os.replace(temporary[path], path)
     finally:

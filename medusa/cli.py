@@ -102,8 +102,14 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 @app.command()
 def distill(
-    base: Base,
     out: Annotated[Path, typer.Option(help="JSONL to write; what it holds already is kept.", show_default=False)],
+    base: Annotated[str | None, typer.Option(help="Base model: a directory or a Hub name.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Ask this server instead: its URL, as http://host/v1.")] = None,
+    model_name: Annotated[
+        str | None, typer.Option("--model", help="As the endpoint calls it; default: the only one there.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once to the endpoint.")] = 16,
+    max_retries: Annotated[int, typer.Option(min=0, help="Of a request to the endpoint, with back-off.")] = 5,
     prompts: Annotated[Path | None, typer.Option(help="Prompt file to answer (JSONL).")] = None,
     self_prompt: Annotated[int | None, typer.Option(min=1, help="Let the base write so many prompts itself.")] = None,
     max_new_tokens: MaxNewTokens = 256,
@@ -113,18 +119,35 @@ def distill(
     device: Device = "cpu",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Make training data with the base model itself: it answers prompts, or writes those too. Resumable."""
-    console = _console()
-    from .base_model import load_base_model
-    from .infer.distill import DistillOptions, distill
+    """Make training data with the base model itself: it answers prompts, or writes those too. Resumable.
 
-    options = DistillOptions(max_new_tokens=max_new_tokens, max_rows=max_rows, seed=seed)
-    model = load_base_model(base, dtype=dtype.value, device=device, trust_remote_code=trust_remote_code)
-    result = distill(model, out, prompts=prompts, self_prompt=self_prompt, options=options, console=console)
+    The base is loaded here (--base), or asked where it is served (--endpoint; a key is read from OPENAI_API_KEY).
+    """
+    console = _console()
+    from .infer.distill import DistillOptions, distill
+    from .infer.distill_endpoint import Endpoint, distill_endpoint
+
+    if endpoint is not None:
+        if prompts is None or base is not None or self_prompt is not None:
+            raise ValueError("--endpoint answers --prompts FILE; leave out --base and --self-prompt")
+        server = Endpoint(endpoint, model_name, concurrency, max_retries)
+        result = distill_endpoint(server, out, prompts, max_new_tokens, console)
+    elif base is not None:
+        from .base_model import load_base_model
+
+        options = DistillOptions(max_new_tokens=max_new_tokens, max_rows=max_rows, seed=seed)
+        model = load_base_model(base, dtype=dtype.value, device=device, trust_remote_code=trust_remote_code)
+        result = distill(model, out, prompts=prompts, self_prompt=self_prompt, options=options, console=console)
+    else:
+        raise ValueError("got no base model, expected --base (a directory or a Hub name) or --endpoint URL")
     print(
         f"{out}: {result.num_records:,} conversations, {result.num_answer_tokens:,} answer tokens"
         f" ({result.num_resumed:,} conversations were there before)"
     )
+    if result.failures:
+        raise RuntimeError(
+            f"{len(result.failures)} prompts have no answer, see {out}.failed; run again to ask only them"
+        )
 
 
 @inspect_app.command("data")

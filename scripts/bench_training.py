@@ -27,7 +27,8 @@ from medusa.infer.machine import describe_machine
 from medusa.train.batching import Batch, Example, batch_order, collate
 from medusa.train.dataset import build_dataset, frequent_tokens
 from medusa.train.features import OnlineHidden
-from medusa.train.loss import accumulate_gradients, draft_index, gather_labels, head_weights
+from medusa.train.labels import draft_index, gather_labels
+from medusa.train.loss import LossSettings, accumulate_gradients, head_weights
 
 DRAFT_TOKENS, NUM_LAYERS, BATCH_SIZE, CHUNK = 8192, 3, 8, 256
 
@@ -56,7 +57,8 @@ class Trainer:
         labels = gather_labels(batch.input_ids, batch.loss_mask, num_heads, self.base_to_draft)
         hidden = self.source.hidden(range(len(batch.input_ids)), batch)
         self.optimizer.zero_grad()
-        accumulate_gradients(self.heads, hidden, labels, head_weights(num_heads, 0.8), CHUNK, self.base.dtype)
+        settings = LossSettings(head_weights(num_heads, 0.8), CHUNK, compute_dtype=self.base.dtype)
+        accumulate_gradients(self.heads, hidden, labels, settings)
         self.optimizer.step()
 
 

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from .objectives import Objective
+
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -71,14 +73,21 @@ class OptimConfig(Section):
 
 
 class LossConfig(Section):
-    """`head_decay`: head k counts head_decay^k. `chunk_size`: rows projected to the vocabulary at once."""
+    """`objective`: cross_entropy to the data's tokens; or to what the base itself expects there, distillation (soft
+    cross-entropy), lk_hybrid or lk_log (losses made of the acceptance rate). `num_target_tokens`: of the base's
+    distribution, so many likeliest tokens are kept. `head_decay`: head k counts head_decay^k. `chunk_size`: rows
+    projected to the vocabulary at once."""
 
+    objective: Objective = "cross_entropy"
+    num_target_tokens: Count = 16
     head_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     chunk_size: Count = 256
 
 
 class RunConfig(Section):
-    """`*_every`: in optimizer steps; `eval_every` null: only at the end. `cache_hidden_states`: compute the frozen
+    """`*_every`: in optimizer steps; `eval_every` null: only at the end. The
+    heads with the highest simulated tau on held-out conversations are kept; `patience`: stop after so many evaluations
+    without a higher one; null: never. `cache_hidden_states`: compute the frozen
     base's hidden states once, on disk, instead of in every epoch. `time_limit_s`: seconds of training after which it
     stops, the learning rate's schedule fitted to that; hidden states computed beforehand do not count."""
 
@@ -87,6 +96,7 @@ class RunConfig(Section):
     log_every: Count = 10
     save_every: Count = 100
     eval_every: Count | None = None
+    patience: Count | None = None
     cache_hidden_states: bool = False
     keep_hidden_states: bool = False
     time_limit_s: Positive | None = None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 OnBadRecord = Literal["error", "skip"]
-FILE_ENDINGS = (".jsonl", ".json")
+FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
 SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant", "model": "assistant"}
@@ -47,7 +47,7 @@ def read_conversations(
     on_bad_record: OnBadRecord = "error",
     skipped: Counter[str] | None = None,
 ) -> Iterator[Conversation]:
-    """Conversations of files (.jsonl or .json, also .gz or .xz) and Hub datasets ("org/name" or "org/name:split").
+    """Conversations of files (.jsonl, .json, both also .gz or .xz; .parquet) and Hub datasets ("org/name[:split]").
 
     A local path wins over a Hub name. `skipped` counts reasons where `on_bad_record` is "skip". Raises BadRecord
     (a ValueError) for a bad record, ValueError for a source that cannot be read at all, even when skipping.
@@ -178,9 +178,9 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
     if path.is_dir():
         raise ValueError(f"{source}: got a directory, expected a file; name one of the .jsonl files in it")
     if path.exists():
-        return _file_records(path)
+        return _parquet_records(path) if path.suffix == ".parquet" else _file_records(path)
     if _looks_like_a_file(source):
-        raise ValueError(f"{source}: got no such file, expected conversations as JSONL; check data.path")
+        raise ValueError(f"{source}: got no such file, expected conversations as JSONL or Parquet; check data.path")
     return _hub_records(source)
 
 
@@ -222,6 +222,29 @@ def _list_records(path: Path, content: bytes) -> Iterable[tuple[str, Any]]:
     except RecursionError:
         raise ValueError(f"{path}:1: got JSON nested too deeply, expected a list of records; fix the file") from None
     return [(f"{path}:record {n}", record) for n, record in enumerate(records, 1)]
+
+
+def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """(location, row), a few thousand rows in memory at a time."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError(
+            f"{path}: got a Parquet file, and reading it needs the package `pyarrow`; "
+            "pip install 'medusa-decoding[train]', or convert it to JSONL"
+        ) from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=4096):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path}: got {type(error).__name__} ({error}), expected a complete Parquet file; copy or make it again"
+        ) from error
 
 
 def _hub_records(source: str) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from medusa.base_model import BaseModel
 from medusa.checkpoint import write_atomically
 
 from .batching import Batch, Example, collate
-from .loss import label_positions
+from .labels import label_positions
 
 SHARD_EXAMPLES = 16
 INDEX_FILE = "index.json"

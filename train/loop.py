@@ -8,46 +8,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from .batching import Example, collate, shard
-from .config import TrainConfig
-from .features import HiddenSource
-from .loss import LABELS, NLL, accumulate_gradients, gather_labels, head_weights
-from .metrics import MetricsFile, head_metrics
-from .schedule import StepPlan, learning_rate
+from .evaluation import evaluate, keep_best
+from .loss import LABELS, LOSS, head_weights
+from .metrics import head_metrics
+from .schedule import learning_rate
 from .signals import StopSignals, TrainingInterrupted
-from .state import TrainState, Window, save_state
+from .state import Window, save_state
+from .step import Run, forward, reduce, zero_sums
 
 
 class NonFiniteLoss(RuntimeError):
     """A loss or gradient that is no number; the optimizer has not stepped."""
-
-
-@dataclass
-class Run:
-    """Everything the loop works with. `examples`: all, held-out ones included. `report(progress 0..1, status)`."""
-
-    config: TrainConfig
-    accelerator: Accelerator
-    state: TrainState
-    source: HiddenSource
-    examples: list[Example]
-    held_out: list[int]
-    plan: StepPlan
-    base_to_draft: Tensor
-    checkpoint: Path
-    identity: dict[str, Any]
-    metrics: MetricsFile | None
-    report: Callable[[float, str], None]
 
 
 def train_loop(run: Run) -> None:
@@ -66,7 +42,8 @@ def train_loop(run: Run) -> None:
             if counters.step % every.log_every == 0 or counters.stop_reason:
                 _log(run, rate, norm)
             if every.eval_every and counters.step % every.eval_every == 0 and not counters.stop_reason:
-                evaluate(run)
+                keep_best(run, evaluate(run))
+                counters.stop_reason = _stop_reason(run)
             if stop or counters.stop_reason or counters.step % every.save_every == 0:
                 _save(run)
             if stop and not counters.stop_reason:
@@ -76,46 +53,16 @@ def train_loop(run: Run) -> None:
                 )
 
 
-def evaluate(run: Run) -> dict[str, Any] | None:
-    """Metrics of the heads on the held-out examples, over all processes, also written to the metrics file."""
-    if not run.held_out:
-        return None
-    size = run.config.optim.batch_size * run.accelerator.num_processes
-    sums = _zero_sums(run)
-    for start in range(0, len(run.held_out), size):
-        with torch.no_grad():
-            sums += _forward(run, run.held_out[start : start + size])[0]
-    metrics = head_metrics(_reduce(run, sums))
-    if run.metrics:
-        run.metrics.write({"kind": "eval", "step": run.state.counters.step, **metrics})
-    return metrics
-
-
 def _accumulate(run: Run) -> tuple[Tensor, int]:
     """Adds one step's gradients up on this process. Returns the sums over all processes, and all the batch's tokens."""
     for parameter in run.state.heads.parameters():
         # Zeros rather than None: a process without examples takes part in the reduction all the same.
         parameter.grad = torch.zeros_like(parameter)
-    sums, tokens = _zero_sums(run), 0
+    sums, tokens = zero_sums(run), 0
     for batch in run.plan.batches(run.state.counters.step):
-        sums += _forward(run, batch)[0]
+        sums += forward(run, batch).scores.sums
         tokens += sum(len(run.examples[i]) for i in batch)
-    return _reduce(run, sums), tokens
-
-
-def _forward(run: Run, indices: list[int]) -> tuple[Tensor, int]:
-    """This process's share of a global batch: its sums [K, 5] and number of positions; gradients unless no_grad."""
-    config, accelerator, heads = run.config, run.accelerator, run.state.heads
-    own = shard(indices, accelerator.process_index, accelerator.num_processes)
-    if not own:
-        return _zero_sums(run), 0
-    num_heads = config.heads.num_heads
-    batch = collate([run.examples[i] for i in own]).to(accelerator.device)
-    labels = gather_labels(batch.input_ids, batch.loss_mask, num_heads, run.base_to_draft)
-    hidden = run.source.hidden(own, batch)
-    weights = head_weights(num_heads, config.loss.head_decay)
-    dtype = getattr(torch, config.model.dtype)
-    return accumulate_gradients(heads, hidden, labels, weights, config.loss.chunk_size, dtype), len(labels)
+    return reduce(run, sums), tokens
 
 
 def _optimize(run: Run, sums: Tensor, rate: float) -> float | None:
@@ -126,7 +73,7 @@ def _optimize(run: Run, sums: Tensor, rate: float) -> float | None:
         return None
     for parameter in heads.parameters():
         assert parameter.grad is not None
-        parameter.grad = _reduce(run, parameter.grad) / labels
+        parameter.grad = reduce(run, parameter.grad) / labels
     norm = clip_grad_norm_(heads.parameters(), run.config.optim.max_grad_norm).item()
     loss = _mean_loss(run, sums)
     if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -160,6 +107,9 @@ def _stop_reason(run: Run) -> str | None:
         return "all steps done"
     if limit and counters.seconds >= limit:
         return "time limit"
+    patience = run.config.train.patience
+    if patience and counters.evaluations_since_best >= patience:
+        return f"tau has not risen for {patience} evaluations"
     return None
 
 
@@ -167,7 +117,7 @@ def _share_clock(run: Run, seconds: float, signalled: bool) -> bool:
     """The first process's clock, and whether any has been signalled, so that all take the same decisions."""
     own_seconds = seconds if run.accelerator.is_main_process else 0.0
     shared = torch.tensor([own_seconds, float(signalled)], dtype=torch.float64, device=run.accelerator.device)
-    seconds, num_signalled = _reduce(run, shared).tolist()
+    seconds, num_signalled = reduce(run, shared).tolist()
     run.state.counters.seconds += seconds
     run.state.window.seconds += seconds
     return num_signalled > 0
@@ -207,7 +157,7 @@ def _log(run: Run, rate: float, norm: float | None) -> None:
                 "time": time.time(),
             }
         )
-    run.state.window = Window(_zero_sums(run))
+    run.state.window = Window(zero_sums(run))
 
 
 def _save(run: Run) -> None:
@@ -218,14 +168,5 @@ def _save(run: Run) -> None:
 
 def _mean_loss(run: Run, sums: Tensor) -> float:
     weights = head_weights(run.config.heads.num_heads, run.config.loss.head_decay)
-    weighted = sum(weight * nll for weight, nll in zip(weights, sums[:, NLL].tolist(), strict=True))
+    weighted = sum(weight * nll for weight, nll in zip(weights, sums[:, LOSS].tolist(), strict=True))
     return weighted / max(sums[:, LABELS].sum().item(), 1.0)
-
-
-def _zero_sums(run: Run) -> Tensor:
-    return torch.zeros(run.config.heads.num_heads, 5, dtype=torch.float64, device=run.accelerator.device)
-
-
-def _reduce(run: Run, tensor: Tensor) -> Tensor:
-    """Sum over processes."""
-    return run.accelerator.reduce(tensor, reduction="sum")

@@ -10,50 +10,24 @@ All results are sums: whoever steps the optimizer divides by the number of label
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from medusa.heads import MedusaHeads
 
-IGNORE_INDEX = -100  # no token there, or not one under loss
-OUTSIDE_INDEX = -1  # a token under loss, but outside the draft vocabulary: no label for the loss, a miss for accuracy
-# Columns of the sums [K, 5] that come with every loss.
-NLL, LABELS, TARGETS, TOP1, TOP5 = range(5)
+from .labels import IGNORE_INDEX
+from .objectives import Score, cross_entropy
+from .targets import Targets
 
-
-def label_positions(loss_mask: Tensor, num_heads: int) -> Tensor:
-    """bool [B, T]: the positions t of which some head's target, t + k + 2, is under loss and inside the row.
-
-    The position itself may be the prompt's: the first token that the assistant writes is guessed from there.
-    """
-    reached = torch.zeros_like(loss_mask)
-    for k in range(num_heads):
-        reached[:, : -(k + 2)] |= loss_mask[:, k + 2 :]
-    return reached
-
-
-def gather_labels(input_ids: Tensor, loss_mask: Tensor, num_heads: int, base_to_draft: Tensor) -> Tensor:
-    """int64 [n, K]: each head's label at the n positions of `label_positions`, row by row.
-
-    input_ids, loss_mask: [B, T]. base_to_draft: int64 [V], see `draft_index`. Labels are draft indices, IGNORE_INDEX
-    or OUTSIDE_INDEX.
-    """
-    targets = torch.where(loss_mask, base_to_draft[input_ids], IGNORE_INDEX)
-    labels = torch.full((*input_ids.shape, num_heads), IGNORE_INDEX, dtype=torch.int64, device=input_ids.device)
-    for k in range(num_heads):
-        labels[:, : -(k + 2), k] = targets[:, k + 2 :]
-    return labels[label_positions(loss_mask, num_heads)]
-
-
-def draft_index(draft_token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """int64 [V]: draft index of each base token, OUTSIDE_INDEX where it has none."""
-    if draft_token_ids is None:
-        return torch.arange(vocab_size)
-    index = torch.full((vocab_size,), OUTSIDE_INDEX, dtype=torch.int64, device=draft_token_ids.device)
-    index[draft_token_ids] = torch.arange(len(draft_token_ids), device=draft_token_ids.device)
-    return index
+# Columns of the sums [K, NUM_SUMS] that come with every loss.
+LOSS, LABELS, TARGETS, TOP1, TOP5, TOP10 = range(6)
+NUM_SUMS = 6
+TOPS = {TOP1: 1, TOP5: 5, TOP10: 10}
+OUTSIDE_RANK = 1 << 30  # beyond any list
 
 
 def head_weights(num_heads: int, decay: float) -> list[float]:
@@ -61,80 +35,107 @@ def head_weights(num_heads: int, decay: float) -> list[float]:
     return [decay**k for k in range(num_heads)]
 
 
+@dataclass(frozen=True)
+class LossSettings:
+    """weights: one per head. chunk_size: rows projected to the vocabulary at once. compute_dtype: of the matrix
+    products (bfloat16 for mixed precision); None: the heads' own."""
+
+    weights: Sequence[float]
+    chunk_size: int
+    score: Score = cross_entropy
+    compute_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """What n positions gave, all sums. sums: float64 [K, NUM_SUMS]: per head loss (not weighted), labels, targets
+    (labels and those outside the draft vocabulary), labels ranked 1st, in the first 5, in the first 10. ranks: int64
+    [n, K], of each label in its head's list (a tie counts for the label): OUTSIDE_RANK for a target outside the draft
+    vocabulary, IGNORE_INDEX where there is none."""
+
+    sums: Tensor
+    ranks: Tensor
+
+
 def accumulate_gradients(
     heads: MedusaHeads,
     hidden: Tensor,
     labels: Tensor,
-    weights: Sequence[float],
-    chunk_size: int,
-    compute_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Adds the gradients of sum_k weights[k] * (sum of head k's cross-entropies) to the heads' parameters.
+    settings: LossSettings,
+    teacher: tuple[Targets, Tensor] | None = None,
+) -> HeadScores:
+    """Adds the gradients of sum_k weights[k] * (sum of head k's losses) to the heads' parameters.
 
-    hidden: [n, D]. labels: int64 [n, K]. Where no gradient is wanted (`torch.no_grad()`), only the sums are made.
-    `compute_dtype`: of the matrix products (bfloat16 for mixed precision); None: the heads' own.
-    Returns float64 [K, 5]: per head NLL sum (not weighted), labels, targets (labels and those outside the draft
-    vocabulary), and labels ranked 1st and in the first 5.
+    hidden: [n, D]. labels: int64 [n, K]. teacher: the base's targets at the n positions and `teacher_rows` [n, K];
+    None: the labels are the targets. Where no gradient is wanted (`torch.no_grad()`), only the sums are made.
     """
-    dtype = compute_dtype or heads.dtype
-    sums = torch.zeros(len(weights), 5, dtype=torch.float64, device=hidden.device)
-    for k, weight in enumerate(weights):
+    dtype = settings.compute_dtype or heads.dtype
+    sums = torch.zeros(len(settings.weights), NUM_SUMS, dtype=torch.float64, device=hidden.device)
+    ranks = labels.where(labels == IGNORE_INDEX, OUTSIDE_RANK)
+    for k, weight in enumerate(settings.weights):
         sums[k, TARGETS] = (labels[:, k] != IGNORE_INDEX).sum()
         rows = (labels[:, k] >= 0).nonzero().squeeze(1)
         if len(rows) == 0:
             continue
+        own = labels[rows, k]
+        targets = Targets.one_hot(own) if teacher is None else teacher[0][teacher[1][rows, k]]
         with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype != heads.dtype):
             features = heads.blocks[k](hidden[rows].to(heads.dtype))
         projection = heads.projection_weight(k).to(dtype)
         if not torch.is_grad_enabled():
             projection = projection.detach()  # else the function below would still make a gradient for it
-        nll, counts = ProjectedCrossEntropy.apply(features.to(dtype), projection, labels[rows, k], chunk_size)
+        loss, ranks[rows, k] = ProjectedLoss.apply(features.to(dtype), projection, own, targets, settings)
         if torch.is_grad_enabled():
-            (weight * nll).backward()
-        sums[k, NLL] = nll.detach()
+            (weight * loss).backward()
+        sums[k, LOSS] = loss.detach()
         sums[k, LABELS] = len(rows)
-        sums[k, TOP1:] = counts
-    return sums
+        for column, top in TOPS.items():
+            sums[k, column] = (ranks[rows, k] < top).sum()
+    return HeadScores(sums, ranks)
 
 
-class ProjectedCrossEntropy(torch.autograd.Function):
-    """(features [n, D], weight [V, D], labels int64 [n] >= 0, chunk_size) -> (sum of cross-entropies, counts [2]).
+class ProjectedLoss(torch.autograd.Function):
+    """(features [n, D], weight [V, D], labels int64 [n] >= 0, targets of n rows, settings) -> (loss sum, ranks).
 
-    The same as F.cross_entropy(features @ weight.T, labels, reduction="sum"), with float32 sums for half precision.
-    counts: how many labels rank 1st and in the first 5 (a tie counts for the label).
+    The same as `settings.score` on log_softmax(features @ weight.T) at the targets' ids, summed, with float32 sums for
+    half precision. ranks: int64 [n], how many tokens have larger logits than the label.
     """
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, labels: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, features: Tensor, weight: Tensor, labels: Tensor, targets: Targets, settings: LossSettings
+    ) -> tuple[Tensor, Tensor]:
         wants_features, wants_weight = ctx.needs_input_grad[:2]
         exact = torch.promote_types(features.dtype, torch.float32)
+        chunk_size = settings.chunk_size
         ctx.grad_features = torch.empty_like(features) if wants_features else None
         ctx.grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
-        nll = torch.zeros((), dtype=torch.float64, device=features.device)
-        counts = torch.zeros(2, dtype=torch.int64, device=features.device)
+        loss = torch.zeros((), dtype=torch.float64, device=features.device)
+        ranks = torch.empty_like(labels)
         buffer = features.new_empty(min(chunk_size, len(features)), len(weight))
         for start in range(0, len(features), chunk_size):
-            x, y = features[start : start + chunk_size], labels[start : start + chunk_size]
+            rows = slice(start, start + chunk_size)
+            x, ids = features[rows], targets.ids[rows]
             logits = torch.mm(x, weight.t(), out=buffer[: len(x)]).to(exact)  # no copy where it is exact already
-            at_label = logits.gather(1, y[:, None])
-            rank = (logits > at_label).sum(dim=1, dtype=torch.int32)
-            counts += torch.stack([(rank < 1).sum(), (rank < 5).sum()])
+            ranks[rows] = (logits > logits.gather(1, labels[rows, None])).sum(dim=1, dtype=torch.int32).long()
             # In place, and scaled after the products rather than before: two passes over [chunk, V] fewer.
-            largest = logits.amax(dim=1, keepdim=True)
+            at_ids, largest = logits.gather(1, ids), logits.amax(dim=1, keepdim=True)
             total = logits.sub_(largest).exp_().sum(dim=1, keepdim=True)
-            nll += (total.log() + largest - at_label).sum(dtype=torch.float64)
-            exponentials = logits.to(weight.dtype)
+            losses, pull = settings.score(targets.probs[rows].to(exact), at_ids - (total.log() + largest))
+            loss += losses.sum(dtype=torch.float64)
+            exponentials, scale = logits.to(weight.dtype), pull.sum(dim=1, keepdim=True) / total
             if ctx.grad_features is not None:
-                grad = torch.mm(exponentials, weight).to(exact).div_(total).sub_(weight[y])
-                ctx.grad_features[start : start + len(x)] = grad
+                pulled = F.embedding_bag(ids, weight, per_sample_weights=pull.to(weight.dtype), mode="sum")
+                ctx.grad_features[rows] = torch.mm(exponentials, weight).to(exact).mul_(scale).sub_(pulled)
             if ctx.grad_weight is not None:
-                ctx.grad_weight += torch.mm(exponentials.t(), (x.to(exact) / total).to(weight.dtype))
-                ctx.grad_weight.index_add_(0, y, x.to(exact), alpha=-1)
-        ctx.mark_non_differentiable(counts)
-        return nll, counts
+                ctx.grad_weight += torch.mm(exponentials.t(), (x.to(exact) * scale).to(weight.dtype))
+                for m in range(ids.shape[1]):
+                    ctx.grad_weight.index_add_(0, ids[:, m], x.to(exact) * pull[:, m, None], alpha=-1)
+        ctx.mark_non_differentiable(ranks)
+        return loss, ranks
 
     @staticmethod
-    def backward(ctx: Any, grad_nll: Tensor, grad_counts: Tensor) -> Any:
-        grads = [None if g is None else g.mul_(grad_nll.to(g.dtype)) for g in (ctx.grad_features, ctx.grad_weight)]
+    def backward(ctx: Any, grad_loss: Tensor, grad_ranks: Tensor) -> Any:
+        grads = [None if g is None else g.mul_(grad_loss.to(g.dtype)) for g in (ctx.grad_features, ctx.grad_weight)]
         ctx.grad_features = ctx.grad_weight = None
-        return grads[0], grads[1], None, None
+        return grads[0], grads[1], None, None, None

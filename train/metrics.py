@@ -11,20 +11,19 @@ from torch import Tensor
 
 from medusa.checkpoint import write_atomically
 
-from .loss import LABELS, NLL, TARGETS, TOP1, TOP5
+from .loss import LABELS, LOSS, TARGETS, TOPS
 
 
 def head_metrics(sums: Tensor) -> dict[str, Any]:
-    """Sums [K, 5] of loss.py -> per head: mean loss over labels, and accuracy over all targets.
+    """Sums [K, NUM_SUMS] of loss.py -> per head: mean loss over labels, and accuracy over all targets.
 
     Targets outside the draft vocabulary count as misses, as they are in decoding. `coverage`: share of targets inside.
     """
     rows = sums.tolist()
     total = max(sum(row[TARGETS] for row in rows), 1)
     return {
-        "head_loss": [row[NLL] / max(row[LABELS], 1) for row in rows],
-        "head_top1": [row[TOP1] / max(row[TARGETS], 1) for row in rows],
-        "head_top5": [row[TOP5] / max(row[TARGETS], 1) for row in rows],
+        "head_loss": [row[LOSS] / max(row[LABELS], 1) for row in rows],
+        **{f"head_top{top}": [row[at] / max(row[TARGETS], 1) for row in rows] for at, top in TOPS.items()},
         "coverage": sum(row[LABELS] for row in rows) / total,
     }
 

@@ -30,17 +30,22 @@ from medusa.checkpoint import BaseReference, HeadsInfo, save_heads, write_atomic
 from medusa.config import HeadsConfig
 from medusa.fingerprint import fingerprint, full_fingerprint
 from medusa.heads import MedusaHeads
+from medusa.progress import StageProgress
 
 from .batching import Example, split_holdout
 from .config import TrainConfig, load_config
 from .dataset import TokenizedDataset, build_dataset, frequent_tokens, token_coverage
+from .evaluation import evaluate, keep_best, restore_best
+from .faults import memory_advice
 from .features import CachedHidden, FeatureLayout, HiddenSource, OnlineHidden, compute_features, prepare_folder
-from .loop import Run, evaluate, train_loop
-from .loss import draft_index
+from .labels import draft_index
+from .loop import train_loop
+from .loss import NUM_SUMS
 from .metrics import MetricsFile
-from .progress import StageProgress
 from .schedule import StepPlan
 from .state import TrainState, Window, flat_settings, load_state
+from .step import Run
+from .targets import Teacher
 
 __all__ = ["TrainResult", "load_config", "train"]
 
@@ -106,12 +111,18 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
         _say(console, f"finished already: {folders.heads}; delete it or set another train.output_dir to train anew")
         return TrainResult(**json.loads(folders.summary.read_text(encoding="utf-8")))
     began = time.perf_counter()
-    run.source = _source(run, base, folders, console)
+    with memory_advice("computing hidden states"):
+        run.source = _source(run, base, folders, console)
     features_seconds = time.perf_counter() - began
-    with StageProgress("Training heads", 1.0, console) as bar:
-        run.report = bar.update
-        train_loop(run)
-    held_out = evaluate(run)
+    with memory_advice("training"):
+        with StageProgress("Training heads", 1.0, console) as bar:
+            run.report = bar.update
+            train_loop(run)
+        held_out = evaluate(run)
+    keep_best(run, held_out)
+    if best := restore_best(run):
+        _say(console, f"keeping the heads of step {run.state.counters.best_step}: no later ones had a higher tau")
+        held_out = best
     if full_fingerprint(base.model) != before:
         raise RuntimeError(f"base model {base.name!r} changed during training; no heads were written. This is a bug")
     result = _result(run, folders, features_seconds, held_out)
@@ -161,10 +172,11 @@ def _prepare(
     identity = flat_settings(config.model_dump(mode="json")) | {
         "base fingerprint": info.base_model.fingerprint,
         "data fingerprint": data_fingerprint(data.examples),
-        "number of processes": accelerator.num_processes,
+        # Per process, so that a run may go on with another number of processes and the same batches.
+        "conversations per batch (optim.batch_size x processes)": config.optim.batch_size * accelerator.num_processes,
     }
     state = TrainState(heads, _optimizer(config, heads))
-    state.window = Window(torch.zeros(config.heads.num_heads, 5, dtype=torch.float64, device=accelerator.device))
+    state.window = Window(torch.zeros(config.heads.num_heads, NUM_SUMS, dtype=torch.float64, device=accelerator.device))
     if folders.checkpoint.exists():
         load_state(folders.checkpoint, state, identity)
         _say(console, f"continuing {folders.heads} after step {state.counters.step}")
@@ -179,6 +191,7 @@ def _prepare(
         accelerator=accelerator,
         state=state,
         source=OnlineHidden(base, config.heads.num_heads),
+        teacher=_teacher(config, base, heads),
         examples=data.examples,
         held_out=held_out,
         plan=StepPlan(training, lengths, config.optim, config.train.seed, accelerator.num_processes),
@@ -215,6 +228,20 @@ def _new_heads(
     if settings.lm_head == "shared":
         heads.shared_projection.to(base.dtype)
     return heads
+
+
+def _teacher(config: TrainConfig, base: BaseModel, heads: MedusaHeads) -> Teacher | None:
+    if config.loss.objective == "cross_entropy":
+        return None
+    rows = heads.draft_token_ids
+    weight, bias = base.lm_head_weight, base.lm_head_bias
+    if config.heads.lm_head == "shared":
+        weight = heads.lm_head_weight  # the same rows, held once
+    elif rows is not None:
+        weight = weight[rows]
+    if bias is not None and rows is not None:
+        bias = bias[rows]
+    return Teacher(weight, bias, base.finish_logits, config.loss.num_target_tokens)
 
 
 def _optimizer(config: TrainConfig, heads: MedusaHeads) -> torch.optim.AdamW:

@@ -25,17 +25,18 @@ FREE_SETTINGS = {
     "train.output_dir",
     "train.log_every",
     "train.save_every",
-    "train.eval_every",
     "train.cache_hidden_states",
     "train.keep_hidden_states",
     "data.on_bad_record",
+    "optim.batch_size",  # a batch of all processes is part of the identity instead
     "data.path",
 }
 
 
 @dataclass
 class Counters:
-    """Totals since the start, over all processes. `seconds`: of training, interruptions left out."""
+    """Totals since the start, over all processes. `seconds`: of training, interruptions left out. `best_*`: of the
+    evaluation with the highest simulated tau so far."""
 
     step: int = 0
     tokens: int = 0
@@ -43,11 +44,14 @@ class Counters:
     seconds: float = 0.0
     empty_steps: int = 0
     stop_reason: str | None = None
+    best_tau: float = 0.0
+    best_step: int = 0
+    evaluations_since_best: int = 0
 
 
 @dataclass
 class Window:
-    """What happened since the last line of metrics. `sums`: float64 [K, 5], see loss.py. `loss`: sum over steps."""
+    """What happened since the last line of metrics. `sums`: float64 [K, NUM_SUMS]. `loss`: sum over steps."""
 
     sums: Tensor
     loss: float = 0.0

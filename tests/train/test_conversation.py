@@ -145,6 +145,29 @@ def test_sources_that_cannot_be_read_are_errors_even_when_skipping(tmp_path, on_
         assert source in str(error.value) and "\n" not in str(error.value)
 
 
+def test_parquet(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows = [{"messages": messages, "category": "c"}, {"messages": None, "category": None}]
+    path = tmp_path / "chats.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    skipped = Counter()
+    [conversation] = read_conversations(str(path), "skip", skipped)
+    assert (conversation.messages, conversation.category) == (messages, "c") and skipped == {"no messages": 1}
+    with pytest.raises(ValueError, match=r"chats\.parquet:row 2: got the keys category, messages"):
+        list(read_conversations(str(path)))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="expected a complete Parquet file"):
+        list(read_conversations(str(path)))
+    with pytest.raises(ValueError, match="got no such file, expected conversations as JSONL or Parquet"):
+        list(read_conversations(str(tmp_path / "absent.parquet")))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match="needs the package `pyarrow`"):
+        list(read_conversations(str(path)))
+
+
 def test_unknown_policy_is_refused(tmp_path):
     with pytest.raises(ValueError, match="data.on_bad_record is 'ignore', expected 'error' or 'skip'"):
         list(read_conversations(write(tmp_path / "a.jsonl", GOOD), "ignore"))

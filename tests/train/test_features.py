@@ -18,7 +18,7 @@ from medusa.train.features import (
     compute_features,
     prepare_folder,
 )
-from medusa.train.loss import gather_labels
+from medusa.train.labels import gather_labels
 from tiny_models import tiny_model, tiny_tokenizer
 
 K, D = 3, 32
@@ -72,9 +72,9 @@ def test_only_rows_that_some_head_needs_are_stored(layout, base):
     missing = prepare_folder(layout, "a")
     compute(layout, base)
     stored = sum(path.stat().st_size for path in layout.folder.glob("*.bin"))
-    # A label at s is reached from s - 2 to s - 4, which the answers' first tokens extend into the prompt.
+    # A label at s is reached from s - 1 (the base's own guess) to s - 4: the first ones of an answer from its prompt.
     labelled = [example for example in layout.examples if example.loss_mask.any()]
-    needed = sum(int((torch.arange(len(e)) >= e.loss_mask.int().argmax() - K - 1)[:-2].sum()) for e in labelled)
+    needed = sum(int((torch.arange(len(e)) >= e.loss_mask.int().argmax() - K - 1)[:-1].sum()) for e in labelled)
     assert stored == missing == needed * D * 4
     assert needed < sum(len(example) for example in layout.examples)
 
@@ -105,10 +105,10 @@ def test_a_disk_too_small_is_refused_beforehand(layout, monkeypatch):
 
 def test_bfloat16_rows_and_an_example_without_labels(tmp_path):
     base = adapt_base_model(tiny_model().bfloat16(), tiny_tokenizer(), name="tiny")
-    empty = Example(torch.tensor([5, 6]), torch.tensor([False, True]))
+    empty = Example(torch.tensor([5, 6]), torch.tensor([False, False]))
     layout = FeatureLayout(tmp_path / "f", [empty] * SHARD_EXAMPLES + make_examples(1), K, D, torch.bfloat16)
     prepare_folder(layout, "a")
     compute(layout, base)
-    for indices, rows in (([0], 0), ([1, SHARD_EXAMPLES], 4)):
+    for indices, rows in (([0], 0), ([1, SHARD_EXAMPLES], 5)):
         hidden = CachedHidden(layout).hidden(indices, collate([layout.examples[i] for i in indices]))
         assert hidden.dtype == torch.bfloat16 and hidden.shape == (rows, D)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -61,6 +63,28 @@ def test_after_a_kill_the_run_ends_bitwise_the_same(config, tmp_path, cached):
     assert train_losses(tmp_path / "killed") == train_losses(tmp_path / "straight")
 
 
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_leave_no_trace(config, tmp_path):
+    train(load_config(config("straight")))
+    context = multiprocessing.get_context("forkserver")  # children start with everything imported
+    context.set_forkserver_preload(["medusa.train.run", "transformers.models.llama.modeling_llama"])
+    choose, step, metrics = random.Random(0), 0, tmp_path / "killed" / "training" / "metrics.jsonl"
+    for _ in range(20):
+        step += choose.randint(1, 20)
+        process = context.Process(target=train, args=(load_config(config("killed")),))
+        process.start()
+        while process.is_alive() and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step):
+            time.sleep(0.002)
+        time.sleep(choose.uniform(0, 0.02))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    train(load_config(config("killed")))
+    weights = [(tmp_path / out / "heads.safetensors").read_bytes() for out in ("straight", "killed")]
+    assert weights[0] == weights[1]
+    assert train_losses(tmp_path / "killed") == train_losses(tmp_path / "straight")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_it_saves_and_says_how_to_continue(config, tmp_path, number):
     process = launch(config("out"), "train.save_every=100000")
@@ -90,6 +114,23 @@ def test_two_processes_train_like_one_with_twice_the_batch(config_file, tmp_path
     for name in ("tokens", "labels", "steps"):
         assert summaries[0][name] == summaries[1][name]
     assert summaries[0]["held_out"]["head_loss"] == pytest.approx(summaries[1]["held_out"]["head_loss"], abs=1e-4)
+
+
+def test_begun_by_two_processes_it_ends_in_one(config, tmp_path):
+    """The same batches, twice as many of each on the one process; any other split is refused with the numbers."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process = launch(config("moved", optim__batch_size=2), launcher=launcher)
+    wait_for_step(tmp_path / "moved", 40, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert "run the same command again to continue" in errors
+    with pytest.raises(ValueError, match=r"conversations per batch .* was 4, now 2"):
+        train(load_config(config("moved", optim__batch_size=2)))
+    train(load_config(config("moved", optim__batch_size=4)))
+    train(load_config(config("straight", optim__batch_size=4)))
+    moved, straight = train_losses(tmp_path / "moved"), train_losses(tmp_path / "straight")
+    assert moved[0] == straight[0] == list(range(1, STEPS + 1))
+    assert moved[1] == pytest.approx(straight[1], abs=1e-4)
 
 
 def test_wrong_input_is_one_line_and_status_2(config_file):

@@ -18,7 +18,7 @@ IDENTITY = {"optim.lr": 0.1, "data fingerprint": "aa"}
 def make_state(steps):
     torch.manual_seed(1)
     heads = MedusaHeads(HeadsConfig(2, 1, 4, 10))
-    state = TrainState(heads, torch.optim.AdamW(heads.parameters(), lr=0.1), window=Window(torch.zeros(2, 5)))
+    state = TrainState(heads, torch.optim.AdamW(heads.parameters(), lr=0.1), window=Window(torch.zeros(2, 6)))
     for _ in range(steps):
         advance(state)
     return state
@@ -83,10 +83,11 @@ def test_metrics_lose_and_repeat_no_line(tmp_path):
 
 
 def test_head_metrics_count_targets_outside_the_draft_vocabulary_as_misses():
-    sums = torch.tensor([[6.0, 3, 4, 1, 2], [0, 0, 0, 0, 0]], dtype=torch.float64)
+    sums = torch.tensor([[6.0, 3, 4, 1, 2, 3], [0, 0, 0, 0, 0, 0]], dtype=torch.float64)
     assert head_metrics(sums) == {
         "head_loss": [2.0, 0.0],
         "head_top1": [0.25, 0.0],
         "head_top5": [0.5, 0.0],
+        "head_top10": [0.75, 0.0],
         "coverage": 0.75,
     }
