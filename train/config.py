@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .objectives import Objective
 
@@ -100,6 +100,12 @@ class RunConfig(Section):
     cache_hidden_states: bool = False
     keep_hidden_states: bool = False
     time_limit_s: Positive | None = None
+
+    @model_validator(mode="after")
+    def _evaluates_while_it_waits(self) -> RunConfig:
+        if self.patience and not self.eval_every:
+            raise ValueError("patience to come with eval_every, the steps between the evaluations that it counts")
+        return self
 
 
 class TrainConfig(Section):

@@ -48,14 +48,14 @@ def evaluate(run: Run) -> dict[str, Any] | None:
 
 
 def keep_best(run: Run, metrics: dict[str, Any] | None) -> None:
-    """Save the heads as they are if none before had a higher tau."""
+    """Save the heads as they are if none before had a higher tau; of equal ones the later, which have learnt more."""
     if metrics is None:
         return
     counters = run.state.counters
-    counters.evaluations_since_best += 1
-    if metrics["tau_16_nodes"] > counters.best_tau:
-        counters.best_tau, counters.best_step = metrics["tau_16_nodes"], counters.step
-        counters.evaluations_since_best = 0
+    tau = metrics["tau_16_nodes"]
+    counters.evaluations_since_best = 0 if tau > counters.best_tau else counters.evaluations_since_best + 1
+    if tau >= counters.best_tau:
+        counters.best_tau, counters.best_step = tau, counters.step
         if run.accelerator.is_main_process:
             tensors = {name: tensor.detach().cpu() for name, tensor in run.state.heads.state_dict().items()}
             metadata = {"metrics": json.dumps(metrics)}
@@ -63,10 +63,9 @@ def keep_best(run: Run, metrics: dict[str, Any] | None) -> None:
 
 
 def restore_best(run: Run) -> dict[str, Any] | None:
-    """Put the best heads in place of the last ones. Returns their metrics; None where the last are the best."""
+    """Put the best heads in place of the last ones. Returns their metrics; None where nothing was held out."""
     run.accelerator.wait_for_everyone()
-    counters = run.state.counters
-    if counters.best_step in (0, counters.step):
+    if run.state.counters.best_step == 0:
         return None
     with safe_open(_best_file(run), framework="pt") as file:
         run.state.heads.load_state_dict({name: file.get_tensor(name) for name in file.keys()}, strict=True)  # noqa: SIM118

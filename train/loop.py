@@ -41,7 +41,7 @@ def train_loop(run: Run) -> None:
             counters.stop_reason = _stop_reason(run)
             if counters.step % every.log_every == 0 or counters.stop_reason:
                 _log(run, rate, norm)
-            if every.eval_every and counters.step % every.eval_every == 0 and not counters.stop_reason:
+            if counters.stop_reason or (every.eval_every and counters.step % every.eval_every == 0):
                 keep_best(run, evaluate(run))
                 counters.stop_reason = _stop_reason(run)
             if stop or counters.stop_reason or counters.step % every.save_every == 0:

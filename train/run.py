@@ -35,7 +35,7 @@ from medusa.progress import StageProgress
 from .batching import Example, split_holdout
 from .config import TrainConfig, load_config
 from .dataset import TokenizedDataset, build_dataset, frequent_tokens, token_coverage
-from .evaluation import evaluate, keep_best, restore_best
+from .evaluation import restore_best
 from .faults import memory_advice
 from .features import CachedHidden, FeatureLayout, HiddenSource, OnlineHidden, compute_features, prepare_folder
 from .labels import draft_index
@@ -114,15 +114,12 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     with memory_advice("computing hidden states"):
         run.source = _source(run, base, folders, console)
     features_seconds = time.perf_counter() - began
-    with memory_advice("training"):
-        with StageProgress("Training heads", 1.0, console) as bar:
-            run.report = bar.update
-            train_loop(run)
-        held_out = evaluate(run)
-    keep_best(run, held_out)
-    if best := restore_best(run):
-        _say(console, f"keeping the heads of step {run.state.counters.best_step}: no later ones had a higher tau")
-        held_out = best
+    with memory_advice("training"), StageProgress("Training heads", 1.0, console) as bar:
+        run.report = bar.update
+        train_loop(run)
+    held_out, counters = restore_best(run), run.state.counters
+    if held_out and counters.best_step != counters.step:
+        _say(console, f"keeping the heads of step {counters.best_step}: no later ones had a higher tau")
     if full_fingerprint(base.model) != before:
         raise RuntimeError(f"base model {base.name!r} changed during training; no heads were written. This is a bug")
     result = _result(run, folders, features_seconds, held_out)

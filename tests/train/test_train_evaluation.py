@@ -12,7 +12,6 @@ from medusa.base_model import load_base_model
 from medusa.checkpoint import load_heads
 from medusa.infer.evaluate import evaluate as evaluate_heads
 from medusa.train import loop as loop_module
-from medusa.train import run as run_module
 from medusa.train.batching import split_holdout
 from medusa.train.dataset import build_dataset
 from medusa.train.run import train
@@ -58,7 +57,6 @@ def scripted_taus(monkeypatch):
             return metrics
 
         monkeypatch.setattr(loop_module, "evaluate", evaluate)
-        monkeypatch.setattr(run_module, "evaluate", evaluate)
 
     return script
 
@@ -88,3 +86,17 @@ def test_patience_ends_a_run_whose_tau_no_longer_rises(make_config, scripted_tau
     result = train(make_config(train__eval_every=2, train__patience=2, optim__max_steps=100, optim__epochs=100))
     assert result.steps == 8 and result.stop_reason == "tau has not risen for 2 evaluations"
     assert result.held_out["tau_16_nodes"] == 1.5
+
+
+def test_of_equal_heads_the_later_are_kept(make_config, tmp_path, scripted_taus):
+    """All are equal where no held-out answer is long enough to count."""
+    scripted_taus([1.0, 1.0, 1.0, 1.0])
+    train(make_config(train__eval_every=2, optim__max_steps=8, optim__epochs=8))
+    kept = load_file(tmp_path / "out" / "heads.safetensors")
+    last = load_file(tmp_path / "out" / "training" / "checkpoint.safetensors")
+    assert torch.equal(kept["blocks.0.0.linear.weight"], last["heads.blocks.0.0.linear.weight"])
+
+
+def test_patience_without_evaluations_is_refused(make_config):
+    with pytest.raises(ValueError, match="expected patience to come with eval_every"):
+        make_config(train__patience=2)
