@@ -69,29 +69,37 @@ def accumulate_gradients(
     hidden: [n, D]. labels: int64 [n, K]. teacher: the base's targets at the n positions and `teacher_rows` [n, K];
     None: the labels are the targets. Where no gradient is wanted (`torch.no_grad()`), only the sums are made.
     """
-    dtype = settings.compute_dtype or heads.dtype
     sums = torch.zeros(len(settings.weights), NUM_SUMS, dtype=torch.float64, device=hidden.device)
     ranks = labels.where(labels == IGNORE_INDEX, OUTSIDE_RANK)
-    for k, weight in enumerate(settings.weights):
+    for k in range(len(settings.weights)):
         sums[k, TARGETS] = (labels[:, k] != IGNORE_INDEX).sum()
         rows = (labels[:, k] >= 0).nonzero().squeeze(1)
         if len(rows) == 0:
             continue
         own = labels[rows, k]
         targets = Targets.one_hot(own) if teacher is None else teacher[0][teacher[1][rows, k]]
-        with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype != heads.dtype):
-            features = heads.blocks[k](hidden[rows].to(heads.dtype))
-        projection = heads.projection_weight(k).to(dtype)
-        if not torch.is_grad_enabled():
-            projection = projection.detach()  # else the function below would still make a gradient for it
-        loss, ranks[rows, k] = ProjectedLoss.apply(features.to(dtype), projection, own, targets, settings)
-        if torch.is_grad_enabled():
-            (weight * loss).backward()
-        sums[k, LOSS] = loss.detach()
+        # In a function of its own, so that nothing of one head's is still held while the next one's is made.
+        sums[k, LOSS], ranks[rows, k] = _score_head(heads, k, hidden[rows], own, targets, settings)
         sums[k, LABELS] = len(rows)
         for column, top in TOPS.items():
             sums[k, column] = (ranks[rows, k] < top).sum()
     return HeadScores(sums, ranks)
+
+
+def _score_head(
+    heads: MedusaHeads, k: int, hidden: Tensor, labels: Tensor, targets: Targets, settings: LossSettings
+) -> tuple[Tensor, Tensor]:
+    """(loss sum, ranks [n]) of head k at its n labels; its gradients, weighted, are added to the parameters'."""
+    dtype = settings.compute_dtype or heads.dtype
+    with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype != heads.dtype):
+        features = heads.blocks[k](hidden.to(heads.dtype))
+    projection = heads.projection_weight(k).to(dtype)
+    if not torch.is_grad_enabled():
+        projection = projection.detach()  # else the function below would still make a gradient for it
+    loss, ranks = ProjectedLoss.apply(features.to(dtype), projection, labels, targets, settings)
+    if torch.is_grad_enabled():
+        (settings.weights[k] * loss).backward()
+    return loss.detach(), ranks
 
 
 class ProjectedLoss(torch.autograd.Function):
