@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from medusa.adapter import MergedAdapter
 from medusa.base_model import BaseModel
 from medusa.drafter import Drafter, RootDrafter
 from medusa.model import MedusaModel
@@ -86,10 +87,14 @@ class StockModel:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, base: BaseModel, *, trust_remote_code: bool = False) -> StockModel:
+    def load(
+        cls, base: BaseModel, adapter: MergedAdapter | None = None, *, trust_remote_code: bool = False
+    ) -> StockModel:
         loaded = AutoModelForCausalLM.from_pretrained(
             base.name, revision=base.revision, dtype=base.dtype, trust_remote_code=trust_remote_code
         )
+        if adapter:
+            adapter.merge_into(loaded)
         eos = sorted(base.eos_token_ids) or None
         settings = {"eos_token_id": eos, "pad_token_id": eos[0] if eos else 0, "do_sample": False}
         # Unset values are filled from the model's own generation config: a repetition penalty would change the answer.

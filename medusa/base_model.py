@@ -100,6 +100,10 @@ class BaseModel:
     @torch.no_grad()
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Final-norm hidden states [B, T, D] of whole right-padded sequences [B, T], without the lm_head's cost."""
+        return self.trainable_hidden_states(input_ids, attention_mask)
+
+    def trainable_hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The same, with gradients where parameters of the base (an adapter's) want them."""
         output = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return output.last_hidden_state
 
@@ -119,6 +123,10 @@ class BaseModel:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
+        return self.trainable_logits(hidden)
+
+    def trainable_logits(self, hidden: Tensor) -> Tensor:
+        """The same, with gradients for `hidden`."""
         return self.finish_logits(self.model.get_output_embeddings()(hidden))
 
     def finish_logits(self, logits: Tensor) -> Tensor:

@@ -39,11 +39,22 @@ class BaseReference:
 
 
 @dataclass(frozen=True)
+class AdapterReference:
+    """Which adapter of the base heads were trained with (Medusa-2). `fingerprint`: of its weights (see adapter.py);
+    `merged_fingerprint`: of the base with the adapter merged into it."""
+
+    fingerprint: str
+    merged_fingerprint: str
+
+
+@dataclass(frozen=True)
 class HeadsInfo:
-    """What a heads directory says beside the tensors. `tree`: name of the default tree's file in the directory."""
+    """What a heads directory says beside the tensors. `tree`: name of the default tree's file in the directory.
+    `adapter`: None where the base is used as it is (Medusa-1)."""
 
     base_model: BaseReference
     tree: str = "tree.json"
+    adapter: AdapterReference | None = None
 
 
 def save_heads(folder: str | Path, heads: MedusaHeads, info: HeadsInfo) -> None:
@@ -57,6 +68,8 @@ def save_heads(folder: str | Path, heads: MedusaHeads, info: HeadsInfo) -> None:
         "dtype": str(heads.dtype).removeprefix("torch."),
         "tree": info.tree,
     }
+    if info.adapter:
+        config["adapter"] = asdict(info.adapter)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in heads.state_dict().items()}
     write_atomically(
         {
@@ -86,13 +99,18 @@ def load_heads(folder: str | Path) -> tuple[MedusaHeads, HeadsInfo]:
 def check_base(info: HeadsInfo, base_fingerprint: str, base_name: str) -> None:
     """Raises ValueError where the loaded base is not the one that the heads were trained on."""
     trained_on = info.base_model
-    if base_fingerprint != trained_on.fingerprint:
+    if not (base_fingerprint == trained_on.fingerprint or is_merged(info, base_fingerprint)):
         revision = f" at revision {trained_on.revision}" if trained_on.revision else ""
         raise ValueError(
             f"heads: got base model {base_name!r} (fingerprint {base_fingerprint[:12]}), expected "
             f"{trained_on.name!r}{revision} (fingerprint {trained_on.fingerprint[:12]}), which the heads were trained "
             "on; load that one with --base, or train heads for this one"
         )
+
+
+def is_merged(info: HeadsInfo, base_fingerprint: str) -> bool:
+    """Whether the loaded base has the heads' adapter in its weights already."""
+    return info.adapter is not None and base_fingerprint == info.adapter.merged_fingerprint
 
 
 def write_atomically(writers: dict[Path, Callable[[Path], Any]]) -> None:
@@ -137,7 +155,11 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, HeadsInfo, torch.dtype]:
             f"{path}: got schema_version {version!r}, expected {SCHEMA_VERSION}; convert with `medusa import`, or use "
             "the release that wrote it"
         )
+    adapter = content.pop("adapter", None)
     _check_keys(path, "", content, {"schema_version", "heads", "base_model", "dtype", "tree"})
+    if adapter is not None:
+        _check_keys(path, "adapter.", adapter, {field.name for field in fields(AdapterReference)})
+        adapter = AdapterReference(**adapter)
     _check_keys(path, "heads.", content["heads"], {field.name for field in fields(HeadsConfig)})
     _check_keys(path, "base_model.", content["base_model"], {field.name for field in fields(BaseReference)})
     for name in ("name", "fingerprint"):
@@ -152,7 +174,7 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, HeadsInfo, torch.dtype]:
         config = HeadsConfig(**content["heads"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return config, HeadsInfo(BaseReference(**content["base_model"]), tree), DTYPES[content["dtype"]]
+    return config, HeadsInfo(BaseReference(**content["base_model"]), tree, adapter), DTYPES[content["dtype"]]
 
 
 def _read_json(folder: Path, path: Path) -> dict[str, Any]:

@@ -295,7 +295,7 @@ def generate(
     from .infer.methods import StockModel
 
     check_prompt(model.base, ids, max_new_tokens)
-    stock = StockModel.load(model.base, trust_remote_code=trust_remote_code)
+    stock = StockModel.load(model.base, model.adapter, trust_remote_code=trust_remote_code)
     show_comparison(model, stock, ids, max_new_tokens, console)
 
 
@@ -327,7 +327,7 @@ def bench(
 
     records = read_prompts(prompts, limit=limit)
     model = _load(heads, base, dtype, device, trust_remote_code, pack=True)
-    stock = StockModel.load(model.base, trust_remote_code=trust_remote_code)
+    stock = StockModel.load(model.base, model.adapter, trust_remote_code=trust_remote_code)
     names = [name.strip() for name in methods.split(",") if name.strip()]
     result = bench(model, stock, records, methods=names, max_new_tokens=max_new_tokens, console=console)
     print_bench(result, console)

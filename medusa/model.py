@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from .adapter import ADAPTER_FOLDER, MergedAdapter
 from .base_model import BaseModel, load_base_model
 from .calibration import Calibration
-from .checkpoint import check_base, load_heads
+from .checkpoint import check_base, is_merged, load_heads
 from .drafter import HeadsDrafter
 from .fingerprint import fingerprint
 from .heads import MedusaHeads
@@ -20,12 +21,14 @@ from .tree import DraftTree
 
 @dataclass
 class MedusaModel:
-    """What `medusa.infer.generate` runs. `calibration` is None where none was saved; then `tree` is a plain chain."""
+    """What `medusa.infer.generate` runs. `calibration` is None where none was saved; then `tree` is a plain chain.
+    `adapter`: the one that was merged into the base (Medusa-2), None where none was."""
 
     base: BaseModel
     heads: MedusaHeads
     tree: DraftTree
     calibration: Calibration | None = None
+    adapter: MergedAdapter | None = None
 
     @classmethod
     def from_pretrained(
@@ -52,12 +55,17 @@ class MedusaModel:
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        check_base(info, fingerprint(base_model.model), base_model.name)
+        base_fingerprint = fingerprint(base_model.model)
+        check_base(info, base_fingerprint, base_model.name)
+        adapter = None
+        if info.adapter and not is_merged(info, base_fingerprint):
+            adapter = MergedAdapter(Path(heads_dir) / ADAPTER_FOLDER, info.adapter)
+            adapter.merge_into(base_model.model)
         heads = heads.to(device=base_model.device, dtype=base_model.dtype).requires_grad_(False).eval()
         heads.attach_lm_head(base_model.lm_head_weight)
         calibration = _load_calibration(Path(heads_dir) / info.tree)
         tree = calibration.tree if calibration else DraftTree.chain(heads.config.num_heads)
-        model = cls(base_model, heads, tree, calibration)
+        model = cls(base_model, heads, tree, calibration, adapter)
         model.drafter()  # a tree that does not fit the heads is refused here, not in the middle of an answer
         if pack:
             pack_linears(base_model.model)

@@ -84,6 +84,24 @@ class LossConfig(Section):
     chunk_size: Count = 256
 
 
+class JointConfig(Section):
+    """Medusa-2: the base adapted by LoRA together with the heads. `rank` null: Medusa-1, the base stays as it is.
+    `head_lr_multiple`: the heads learn at optim.lr, the adapter at this part of it. `start`: share of the run in which
+    the heads are trained alone; over the next `warmup` of it the adapter's rate and lambda_0 rise from 0.
+    `heads_weight`: lambda_0, the heads' loss against the base's own. `base_loss`: data, to the data's tokens; self, to
+    what the base said before. `save_merged`: also write the base with the adapter merged into its weights."""
+
+    rank: Count | None = None
+    alpha: Positive = 32.0
+    target_modules: str | list[str] = "all-linear"
+    head_lr_multiple: Positive = 4.0
+    start: Share = 0.0
+    warmup: Annotated[float, Field(gt=0, le=1)] = 0.2
+    heads_weight: NotNegative = 0.2
+    base_loss: Literal["data", "self"] = "data"
+    save_merged: bool = False
+
+
 class RunConfig(Section):
     """`*_every`: in optimizer steps; `eval_every` null: only at the end. The
     heads with the highest simulated tau on held-out conversations are kept; `patience`: stop after so many evaluations
@@ -114,7 +132,17 @@ class TrainConfig(Section):
     data: DataConfig
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
+    joint: JointConfig = JointConfig()
     train: RunConfig
+
+    @model_validator(mode="after")
+    def _states_are_frozen_where_they_are_kept(self) -> TrainConfig:
+        if self.joint.rank and self.train.cache_hidden_states:
+            raise ValueError(
+                "joint.rank with train.cache_hidden_states: an adapted base has new hidden states in every step, "
+                "expected one of the two; set train.cache_hidden_states=false"
+            )
+        return self
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

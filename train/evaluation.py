@@ -20,8 +20,8 @@ from medusa.checkpoint import write_atomically
 from medusa.tree import DraftTree
 
 from .labels import full_positions, label_positions
-from .metrics import head_metrics
-from .step import Forward, Run, forward, reduce, zero_sums
+from .metrics import base_metrics, head_metrics
+from .step import Forward, Run, forward, reduce, zero_base_sums, zero_sums
 
 MAX_RANK = 32
 NUM_NODES = 16
@@ -35,13 +35,15 @@ def evaluate(run: Run) -> dict[str, Any] | None:
         return None
     size = run.config.optim.batch_size * run.accelerator.num_processes
     categories = sorted({run.examples[i].category or "" for i in run.held_out})
-    sums, ranks = zero_sums(run), []
+    sums, base_sums, ranks = zero_sums(run), zero_base_sums(run), []
     for start in range(0, len(run.held_out), size):
         with torch.no_grad():
             result = forward(run, run.held_out[start : start + size])
         sums += result.scores.sums
+        base_sums += result.base_sums
         ranks.append(_decoded_ranks(run, result, categories))
-    metrics = head_metrics(reduce(run, sums)) | _taus(run, torch.cat(ranks), categories)
+    means = head_metrics(reduce(run, sums)) | base_metrics(reduce(run, base_sums))
+    metrics = means | _taus(run, torch.cat(ranks), categories)
     if run.metrics:
         run.metrics.write({"kind": "eval", "step": run.state.counters.step, **metrics})
     return metrics
@@ -57,7 +59,7 @@ def keep_best(run: Run, metrics: dict[str, Any] | None) -> None:
     if tau >= counters.best_tau:
         counters.best_tau, counters.best_step = tau, counters.step
         if run.accelerator.is_main_process:
-            tensors = {name: tensor.detach().cpu() for name, tensor in run.state.heads.state_dict().items()}
+            tensors = run.state.tensors()
             metadata = {"metrics": json.dumps(metrics)}
             write_atomically({_best_file(run): lambda file: save_file(tensors, file, metadata=metadata)})
 
@@ -68,7 +70,7 @@ def restore_best(run: Run) -> dict[str, Any] | None:
     if run.state.counters.best_step == 0:
         return None
     with safe_open(_best_file(run), framework="pt") as file:
-        run.state.heads.load_state_dict({name: file.get_tensor(name) for name in file.keys()}, strict=True)  # noqa: SIM118
+        run.state.load_tensors({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         metrics: dict[str, Any] = json.loads(file.metadata()["metrics"])
     return metrics
 

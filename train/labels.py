@@ -43,6 +43,14 @@ def gather_labels(input_ids: Tensor, loss_mask: Tensor, num_heads: int, base_to_
     return labels[label_positions(loss_mask, num_heads)]
 
 
+def next_labels(input_ids: Tensor, loss_mask: Tensor, num_heads: int) -> Tensor:
+    """int64 [n]: the base's own label at the n positions of `label_positions`, the token at t + 1; IGNORE_INDEX where
+    that is not under loss."""
+    labels = torch.full_like(input_ids, IGNORE_INDEX)
+    labels[:, :-1] = input_ids[:, 1:].where(loss_mask[:, 1:], IGNORE_INDEX)
+    return labels[label_positions(loss_mask, num_heads)]
+
+
 def draft_index(draft_token_ids: Tensor | None, vocab_size: int) -> Tensor:
     """int64 [V]: draft index of each base token, OUTSIDE_INDEX where it has none."""
     if draft_token_ids is None:

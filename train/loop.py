@@ -15,11 +15,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from .evaluation import evaluate, keep_best
 from .loss import LABELS, LOSS, head_weights
-from .metrics import head_metrics
-from .schedule import learning_rate
+from .metrics import base_metrics, head_metrics
+from .schedule import learning_rates, ramp
 from .signals import StopSignals, TrainingInterrupted
 from .state import Window, save_state
-from .step import Run, forward, reduce, zero_sums
+from .step import Run, forward, reduce, zero_base_sums, zero_sums
 
 
 class NonFiniteLoss(RuntimeError):
@@ -32,15 +32,16 @@ def train_loop(run: Run) -> None:
     with StopSignals() as signals:
         while counters.stop_reason is None:
             began = time.perf_counter()
-            rate = learning_rate(run.config.optim, _progress(run))
-            sums, tokens = _accumulate(run)
-            norm = _optimize(run, sums, rate)
+            progress = _progress(run)
+            rates = learning_rates(run.config, progress)
+            sums, base_sums, tokens = _accumulate(run, ramp(run.config.joint, progress))
+            norm = _optimize(run, sums, rates)
             counters.step += 1
             stop = _share_clock(run, time.perf_counter() - began, signals.received)
-            _count(run, sums, tokens)
+            _count(run, sums, base_sums, tokens)
             counters.stop_reason = _stop_reason(run)
             if counters.step % every.log_every == 0 or counters.stop_reason:
-                _log(run, rate, norm)
+                _log(run, rates, norm)
             if counters.stop_reason or (every.eval_every and counters.step % every.eval_every == 0):
                 keep_best(run, evaluate(run))
                 counters.stop_reason = _stop_reason(run)
@@ -53,33 +54,36 @@ def train_loop(run: Run) -> None:
                 )
 
 
-def _accumulate(run: Run) -> tuple[Tensor, int]:
-    """Adds one step's gradients up on this process. Returns the sums over all processes, and all the batch's tokens."""
-    for parameter in run.state.heads.parameters():
+def _accumulate(run: Run, ramp: float) -> tuple[Tensor, Tensor, int]:
+    """Adds one step's gradients up on this process. Returns the heads' and the base's sums over all processes, and all
+    the batch's tokens."""
+    for parameter in run.state.parameters():
         # Zeros rather than None: a process without examples takes part in the reduction all the same.
         parameter.grad = torch.zeros_like(parameter)
-    sums, tokens = zero_sums(run), 0
+    sums, base_sums, tokens = zero_sums(run), zero_base_sums(run), 0
     for batch in run.plan.batches(run.state.counters.step):
-        sums += forward(run, batch).scores.sums
+        result = forward(run, batch, ramp)
+        sums += result.scores.sums
+        base_sums += result.base_sums
         tokens += sum(len(run.examples[i]) for i in batch)
-    return reduce(run, sums), tokens
+    return reduce(run, sums), reduce(run, base_sums), tokens
 
 
-def _optimize(run: Run, sums: Tensor, rate: float) -> float | None:
+def _optimize(run: Run, sums: Tensor, rates: dict[str, float]) -> float | None:
     """Steps on the mean over all labels. Returns the gradient's norm before clipping; None if there were no labels."""
-    labels, heads, optimizer = sums[:, LABELS].sum().item(), run.state.heads, run.state.optimizer
+    labels, parameters, optimizer = sums[:, LABELS].sum().item(), run.state.parameters(), run.state.optimizer
     if labels == 0:
         run.state.counters.empty_steps += 1
         return None
-    for parameter in heads.parameters():
+    for parameter in parameters:
         assert parameter.grad is not None
         parameter.grad = reduce(run, parameter.grad) / labels
-    norm = clip_grad_norm_(heads.parameters(), run.config.optim.max_grad_norm).item()
+    norm = clip_grad_norm_(parameters, run.config.optim.max_grad_norm).item()
     loss = _mean_loss(run, sums)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         _stop_at_non_finite(run, loss, norm)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rates[group["part"]]
     optimizer.step()
     return norm
 
@@ -123,11 +127,12 @@ def _share_clock(run: Run, seconds: float, signalled: bool) -> bool:
     return num_signalled > 0
 
 
-def _count(run: Run, sums: Tensor, tokens: int) -> None:
+def _count(run: Run, sums: Tensor, base_sums: Tensor, tokens: int) -> None:
     counters, window = run.state.counters, run.state.window
     counters.tokens += tokens
     counters.labels += int(sums[:, LABELS].sum().item())
     window.sums += sums
+    window.base_sums += base_sums
     window.loss += _mean_loss(run, sums)
     window.steps += bool(sums[:, LABELS].any())
     window.tokens += tokens
@@ -137,8 +142,8 @@ def _count(run: Run, sums: Tensor, tokens: int) -> None:
     run.report(_progress(run), f"step {counters.step}/{total}, loss {loss:.3f}, {rate:,.0f} tokens/s")
 
 
-def _log(run: Run, rate: float, norm: float | None) -> None:
-    """One line over the steps since the last: means of loss, the learning rate and gradient norm of the last."""
+def _log(run: Run, rates: dict[str, float], norm: float | None) -> None:
+    """One line over the steps since the last: means of loss, the learning rates and gradient norm of the last."""
     counters, window = run.state.counters, run.state.window
     if run.metrics:
         run.metrics.write(
@@ -148,7 +153,8 @@ def _log(run: Run, rate: float, norm: float | None) -> None:
                 "epoch": run.plan.epoch(counters.step - 1),
                 "loss": window.loss / max(window.steps, 1),
                 **head_metrics(window.sums),
-                "lr": rate,
+                **base_metrics(window.base_sums),
+                **{"lr" if part == "heads" else f"lr_{part}": rate for part, rate in rates.items()},
                 "grad_norm": norm,
                 "tokens_per_second": window.tokens / max(window.seconds, 1e-9),
                 "tokens": counters.tokens,
@@ -157,7 +163,7 @@ def _log(run: Run, rate: float, norm: float | None) -> None:
                 "time": time.time(),
             }
         )
-    run.state.window = Window(zero_sums(run))
+    run.state.window = Window(zero_sums(run), zero_base_sums(run))
 
 
 def _save(run: Run) -> None:

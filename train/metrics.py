@@ -28,6 +28,12 @@ def head_metrics(sums: Tensor) -> dict[str, Any]:
     }
 
 
+def base_metrics(sums: Tensor) -> dict[str, float]:
+    """`base_loss`, the adapted base's own mean loss; nothing in Medusa-1."""
+    total, labels = sums.tolist()
+    return {"base_loss": total / labels} if labels else {}
+
+
 class MetricsFile:
     """Appends JSON lines. Lines of steps after `last_step` are dropped first: the continued run writes them again."""
 

@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
+from medusa.adapter import ADAPTER_FOLDER
 from medusa.base_model import BaseModel, load_base_model
 from medusa.checkpoint import BaseReference, HeadsInfo, save_heads, write_atomically
 from medusa.config import HeadsConfig
@@ -38,6 +39,7 @@ from .dataset import TokenizedDataset, build_dataset, frequent_tokens, token_cov
 from .evaluation import restore_best
 from .faults import memory_advice
 from .features import CachedHidden, FeatureLayout, HiddenSource, OnlineHidden, compute_features, prepare_folder
+from .joint import AdaptedHidden, Adapter, Joint, merge_saved
 from .labels import draft_index
 from .loop import train_loop
 from .loss import NUM_SUMS
@@ -120,10 +122,17 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     held_out, counters = restore_best(run), run.state.counters
     if held_out and counters.best_step != counters.step:
         _say(console, f"keeping the heads of step {counters.best_step}: no later ones had a higher tau")
+    if adapter := run.state.adapter:
+        if accelerator.is_main_process:
+            adapter.save(folders.heads / ADAPTER_FOLDER)
+        adapter.detach()
     if full_fingerprint(base.model) != before:
         raise RuntimeError(f"base model {base.name!r} changed during training; no heads were written. This is a bug")
     result = _result(run, folders, features_seconds, held_out)
     if accelerator.is_main_process:
+        if adapter:
+            merged = folders.heads / "merged" if config.joint.save_merged else None
+            info = replace(info, adapter=merge_saved(base, folders.heads / ADAPTER_FOLDER, merged))
         save_heads(folders.heads, run.state.heads, info)
         _write_json(folders.summary, asdict(result))
         if not config.train.keep_hidden_states:
@@ -172,8 +181,10 @@ def _prepare(
         # Per process, so that a run may go on with another number of processes and the same batches.
         "conversations per batch (optim.batch_size x processes)": config.optim.batch_size * accelerator.num_processes,
     }
-    state = TrainState(heads, _optimizer(config, heads))
-    state.window = Window(torch.zeros(config.heads.num_heads, NUM_SUMS, dtype=torch.float64, device=accelerator.device))
+    teacher = _teacher(config, base, heads)
+    adapter = Adapter.attach(base, config.joint, config.train.seed) if config.joint.rank else None
+    sums = torch.zeros(config.heads.num_heads, NUM_SUMS, dtype=torch.float64, device=accelerator.device)
+    state = TrainState(heads, _optimizer(config, heads, adapter), Window(sums, sums.new_zeros(2)), adapter)
     if folders.checkpoint.exists():
         load_state(folders.checkpoint, state, identity)
         _say(console, f"continuing {folders.heads} after step {state.counters.step}")
@@ -188,7 +199,8 @@ def _prepare(
         accelerator=accelerator,
         state=state,
         source=OnlineHidden(base, config.heads.num_heads),
-        teacher=_teacher(config, base, heads),
+        teacher=teacher,
+        joint=_joint(config, base, adapter) if adapter else None,
         examples=data.examples,
         held_out=held_out,
         plan=StepPlan(training, lengths, config.optim, config.train.seed, accelerator.num_processes),
@@ -241,15 +253,30 @@ def _teacher(config: TrainConfig, base: BaseModel, heads: MedusaHeads) -> Teache
     return Teacher(weight, bias, base.finish_logits, config.loss.num_target_tokens)
 
 
-def _optimizer(config: TrainConfig, heads: MedusaHeads) -> torch.optim.AdamW:
+def _joint(config: TrainConfig, base: BaseModel, adapter: Adapter) -> Joint:
+    teacher, loss = None, config.loss
+    if config.joint.base_loss == "self":
+        teacher = Teacher(base.lm_head_weight, base.lm_head_bias, base.finish_logits, loss.num_target_tokens)
+    return Joint(base, adapter, config.joint, config.heads.num_heads, loss.chunk_size, teacher)
+
+
+def _optimizer(config: TrainConfig, heads: MedusaHeads, adapter: Adapter | None) -> torch.optim.AdamW:
     matrices = [parameter for parameter in heads.parameters() if parameter.dim() > 1]
     biases = [parameter for parameter in heads.parameters() if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": biases, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.optim.weight_decay, "part": "heads"},
+        {"params": biases, "weight_decay": 0.0, "part": "heads"},
+    ]
+    if adapter:
+        adapted = [parameter for _, parameter in adapter.named_parameters()]
+        groups.append({"params": adapted, "weight_decay": config.optim.weight_decay, "part": "adapter"})
     return torch.optim.AdamW(groups, lr=config.optim.lr, betas=config.optim.betas)
 
 
 def _source(run: Run, base: BaseModel, folders: Folders, console: Console | None) -> HiddenSource:
     config, accelerator = run.config, run.accelerator
+    if run.joint:
+        return AdaptedHidden(base, config.heads.num_heads)
     if not config.train.cache_hidden_states:
         return OnlineHidden(base, config.heads.num_heads)
     layout = FeatureLayout(folders.features, run.examples, config.heads.num_heads, base.hidden_size, base.dtype)

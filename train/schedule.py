@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .batching import batch_order
-from .config import OptimConfig
+from .config import JointConfig, OptimConfig, TrainConfig
 
 
 @dataclass
@@ -47,6 +47,22 @@ class StepPlan:
         batches = [[self.examples[i] for i in batch] for batch in order]
         group = self.optim.gradient_accumulation
         return [batches[i : i + group] for i in range(0, len(batches), group)]
+
+
+def ramp(joint: JointConfig, progress: float) -> float:
+    """What the heads' pull on the base is multiplied by: 0 in Medusa-1 and while the heads are trained alone, then up
+    to 1 as a quarter of a sine. `progress`: share of the run that is done, 0 to 1."""
+    if joint.rank is None or progress < joint.start:
+        return 0.0
+    return math.sin(0.5 * math.pi * min(1.0, (progress - joint.start) / joint.warmup))
+
+
+def learning_rates(config: TrainConfig, progress: float) -> dict[str, float]:
+    """Of the heads and, in Medusa-2, of the adapter, which starts softly when its training does."""
+    rate = learning_rate(config.optim, progress)
+    if config.joint.rank is None:
+        return {"heads": rate}
+    return {"heads": rate, "adapter": rate * ramp(config.joint, progress) / config.joint.head_lr_multiple}
 
 
 def learning_rate(optim: OptimConfig, progress: float) -> float:

@@ -11,14 +11,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from medusa.checkpoint import write_atomically
 from medusa.heads import MedusaHeads
+
+from .joint import Adapter
 
 # Settings that may change between a run and its continuation without changing the heads that come out.
 FREE_SETTINGS = {
@@ -51,30 +52,58 @@ class Counters:
 
 @dataclass
 class Window:
-    """What happened since the last line of metrics. `sums`: float64 [K, NUM_SUMS]. `loss`: sum over steps."""
+    """What happened since the last line of metrics. `sums`: float64 [K, NUM_SUMS]. `base_sums`: float64 [2], see
+    step.py. `loss`: sum over steps."""
 
     sums: Tensor
+    base_sums: Tensor
     loss: float = 0.0
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
 
+WINDOW_TENSORS = ("sums", "base_sums")
+
+
 @dataclass
 class TrainState:
+    """`adapter`: the base's, in Medusa-2."""
+
     heads: MedusaHeads
     optimizer: Optimizer
+    window: Window
+    adapter: Adapter | None = None
     counters: Counters = field(default_factory=Counters)
-    window: Window = field(default_factory=lambda: Window(torch.zeros(0, 5)))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that are trained."""
+        adapted = [parameter for _, parameter in self.adapter.named_parameters()] if self.adapter else []
+        return [*self.heads.parameters(), *adapted]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What makes the trained model: `heads.*` and, in Medusa-2, `adapter.*`. On the CPU, no copies there."""
+        parts = {"heads": self.heads.state_dict(), "adapter": self.adapter.tensors() if self.adapter else {}}
+        named = {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self.heads.load_state_dict(_part(tensors, "heads."), strict=True)
+        if self.adapter:
+            self.adapter.load(_part(tensors, "adapter."))
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def save_state(path: Path, state: TrainState, identity: dict[str, Any]) -> None:
     """`identity`: settings and fingerprints that a continuation must share (flat, JSON)."""
-    tensors = {f"heads.{name}": tensor for name, tensor in state.heads.state_dict().items()}
+    tensors = state.tensors()
     for index, moments in state.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
-    tensors["window.sums"] = state.window.sums
-    window = {name: value for name, value in vars(state.window).items() if name != "sums"}
+    tensors |= {f"window.{name}": getattr(state.window, name) for name in WINDOW_TENSORS}
+    window = {name: value for name, value in vars(state.window).items() if name not in WINDOW_TENSORS}
     metadata = {"counters": asdict(state.counters), "window": window, "identity": identity}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,8 +119,7 @@ def load_state(path: Path, state: TrainState, identity: dict[str, Any]) -> None:
             f"expected the same; set them back to continue, or delete {path.parent} or set another train.output_dir "
             "to start over"
         )
-    own = {name: t for name, t in tensors.items() if name.startswith("heads.")}
-    state.heads.load_state_dict({name.removeprefix("heads."): tensor for name, tensor in own.items()}, strict=True)
+    state.load_tensors(tensors)
     moments: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
@@ -99,7 +127,8 @@ def load_state(path: Path, state: TrainState, identity: dict[str, Any]) -> None:
             moments.setdefault(int(index), {})[moment] = tensor
     state.optimizer.load_state_dict(state.optimizer.state_dict() | {"state": moments})
     state.counters = Counters(**metadata["counters"])
-    state.window = Window(tensors["window.sums"].to(state.window.sums.device), **metadata["window"])
+    device, saved = state.window.sums.device, _part(tensors, "window.")
+    state.window = Window(saved["sums"].to(device), saved["base_sums"].to(device), **metadata["window"])
 
 
 def identity_differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

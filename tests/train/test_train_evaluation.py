@@ -70,7 +70,7 @@ def test_the_heads_with_the_highest_tau_are_kept(make_config, tmp_path, scripted
     best = load_file(tmp_path / "out" / "training" / "best.safetensors")
     last = load_file(tmp_path / "out" / "training" / "checkpoint.safetensors")
     name = "blocks.0.0.linear.weight"
-    assert torch.equal(kept[name], best[name]) and not torch.equal(kept[name], last[f"heads.{name}"])
+    assert torch.equal(kept[name], best[f"heads.{name}"]) and not torch.equal(kept[name], last[f"heads.{name}"])
 
 
 def test_where_the_last_are_the_best_they_are_kept(make_config, tmp_path, scripted_taus):

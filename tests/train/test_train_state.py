@@ -18,7 +18,9 @@ IDENTITY = {"optim.lr": 0.1, "data fingerprint": "aa"}
 def make_state(steps):
     torch.manual_seed(1)
     heads = MedusaHeads(HeadsConfig(2, 1, 4, 10))
-    state = TrainState(heads, torch.optim.AdamW(heads.parameters(), lr=0.1), window=Window(torch.zeros(2, 6)))
+    state = TrainState(
+        heads, torch.optim.AdamW(heads.parameters(), lr=0.1), window=Window(torch.zeros(2, 6), torch.zeros(2))
+    )
     for _ in range(steps):
         advance(state)
     return state
