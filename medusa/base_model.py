@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -173,18 +174,21 @@ def load_base_model(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> BaseModel:
     """Load a stock Transformers model and its tokenizer, frozen, ready for tree decoding.
 
+    quantization: "nf4", linear layers in 4 bits (bitsandbytes; QLoRA, Dettmers et al., 2023), products in `dtype`.
     Raises ValueError for a name that cannot be loaded, an unknown dtype, or a family that a tree cannot pass through.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     device = as_device(device)
+    in_4_bits = {} if quantization is None else _quantized(quantization, as_dtype(dtype), device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=as_dtype(dtype), **options)
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=as_dtype(dtype), **options, **in_4_bits)
     except (OSError, ValueError, KeyError) as error:
         where = (
             "a local directory" if Path(name_or_path).exists() else "no local directory of that name, nor a Hub model"
@@ -192,6 +196,23 @@ def load_base_model(
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"base model {name_or_path!r} cannot be loaded ({where}): {reason}") from error
     return adapt_base_model(model.to(device), tokenizer, name=name_or_path, revision=revision)
+
+
+def _quantized(quantization: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` needs to load in 4 bits. Raises ValueError without bitsandbytes."""
+    if quantization != "nf4":
+        raise ValueError(f"quantization {quantization!r} is unknown; expected nf4")
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "quantization nf4 needs the package bitsandbytes, got none installed; pip install bitsandbytes (meant for "
+            "NVIDIA GPUs; it works on a CPU, slowly)"
+        )
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -28,11 +28,14 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     """The base model. `dtype`: of its weights and of the matrix products; the heads' own weights stay float32. auto:
-    bfloat16 where the hardware has matrix units for it (GPUs, CPUs with AMX), else float32."""
+    bfloat16 where the hardware has matrix units for it (GPUs, CPUs with AMX), else float32. `quantization`: nf4 holds
+    the base's linear layers in 4 bits while training (bitsandbytes); heads and adapter then belong to the base in full
+    precision, which is loaded once, before, to know it again."""
 
     base: str
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     revision: str | None = None
+    quantization: Literal["nf4"] | None = None
 
 
 class HeadsSection(Section):

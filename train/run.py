@@ -101,14 +101,12 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     console = console if accelerator.is_main_process else None
     folders = Folders(Path(config.train.output_dir))
     config = resolve_dtype(config, accelerator.device)
-    base = load_base_model(
-        config.model.base, dtype=config.model.dtype, device=accelerator.device, revision=config.model.revision
-    )
+    base, reference = _load_base(config, accelerator.device)
     before = full_fingerprint(base.model)
     data = build_dataset(
         config.data.path, base.tokenizer, config.data.max_length, config.data.on_bad_record, config.data.limit, console
     )
-    run, info = _prepare(config, accelerator, base, data, folders, console)
+    run = _prepare(config, accelerator, base, reference, data, folders, console)
     if run.state.counters.stop_reason and folders.summary.exists() and (folders.heads / "config.json").exists():
         _say(console, f"finished already: {folders.heads}; delete it or set another train.output_dir to train anew")
         return TrainResult(**json.loads(folders.summary.read_text(encoding="utf-8")))
@@ -130,15 +128,35 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
         raise RuntimeError(f"base model {base.name!r} changed during training; no heads were written. This is a bug")
     result = _result(run, folders, features_seconds, held_out)
     if accelerator.is_main_process:
+        info = HeadsInfo(reference)
         if adapter:
             merged = folders.heads / "merged" if config.joint.save_merged else None
-            info = replace(info, adapter=merge_saved(base, folders.heads / ADAPTER_FOLDER, merged))
+            plain = _load_plain_base(config, "cpu") if config.model.quantization else base
+            info = replace(info, adapter=merge_saved(plain, folders.heads / ADAPTER_FOLDER, merged))
         save_heads(folders.heads, run.state.heads, info)
         _write_json(folders.summary, asdict(result))
         if not config.train.keep_hidden_states:
             shutil.rmtree(folders.features, ignore_errors=True)
     accelerator.wait_for_everyone()
     return result
+
+
+def _load_base(config: TrainConfig, device: torch.device) -> tuple[BaseModel, BaseReference]:
+    """The base to train on, and which one it is: in full precision, however it is held here."""
+    model = config.model
+    base = _load_plain_base(config, "cpu" if model.quantization else device)
+    reference = BaseReference(base.name, fingerprint(base.model), base.revision)
+    if model.quantization:
+        del base
+        base = load_base_model(
+            model.base, dtype=model.dtype, device=device, revision=model.revision, quantization=model.quantization
+        )
+    return base, reference
+
+
+def _load_plain_base(config: TrainConfig, device: str | torch.device) -> BaseModel:
+    model = config.model
+    return load_base_model(model.base, dtype=model.dtype, device=device, revision=model.revision)
 
 
 def resolve_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:
@@ -160,10 +178,11 @@ def _prepare(
     config: TrainConfig,
     accelerator: Accelerator,
     base: BaseModel,
+    reference: BaseReference,
     data: TokenizedDataset,
     folders: Folders,
     console: Console | None,
-) -> tuple[Run, HeadsInfo]:
+) -> Run:
     """Everything but the source of hidden states, with the state of a run begun before loaded."""
     _say(console, str(data.statistics))
     if (longest := data.statistics.longest) > base.max_positions:
@@ -174,9 +193,8 @@ def _prepare(
     training, held_out = split_holdout(len(data), config.data.holdout_fraction, config.train.seed)
     lengths = [data.lengths[i] for i in training] if config.data.group_by_length else None
     heads = _new_heads(config, base, [data[i] for i in training], console)
-    info = HeadsInfo(BaseReference(base.name, fingerprint(base.model), base.revision))
     identity = flat_settings(config.model_dump(mode="json")) | {
-        "base fingerprint": info.base_model.fingerprint,
+        "base fingerprint": reference.fingerprint,
         "data fingerprint": data_fingerprint(data.examples),
         # Per process, so that a run may go on with another number of processes and the same batches.
         "conversations per batch (optim.batch_size x processes)": config.optim.batch_size * accelerator.num_processes,
@@ -213,7 +231,7 @@ def _prepare(
     if accelerator.is_main_process:
         _write_records(config, folders)
         run.metrics = MetricsFile(folders.training / "metrics.jsonl", state.counters.step)
-    return run, info
+    return run
 
 
 def _new_heads(
