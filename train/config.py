@@ -28,7 +28,8 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     """The base model. `dtype`: of its weights and of the matrix products; the heads' own weights stay float32. auto:
-    bfloat16 where the hardware has matrix units for it (GPUs, CPUs with AMX), else float32. `quantization`: nf4 holds
+    bfloat16 where the hardware multiplies it (GPUs, CPUs with AMX or AVX512-BF16), else float32.
+    `quantization`: nf4 holds
     the base's linear layers in 4 bits while training (bitsandbytes); heads and adapter then belong to the base in full
     precision, which is loaded once, before, to know it again."""
 

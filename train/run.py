@@ -170,8 +170,9 @@ def resolve_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:
 def _multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private: where a release lacks it, float32 is safe
-    return device.type == "cpu" and has_amx is not None and bool(has_amx())
+    # Private names: where a release lacks them, float32 is safe.
+    probes = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("amx_tile", "avx512_bf16"))
+    return device.type == "cpu" and any(probe is not None and bool(probe()) for probe in probes)
 
 
 def _prepare(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from medusa.train.config import TrainConfig, load_config
+from medusa.train.run import resolve_dtype
 
 
 def test_overrides_are_typed_by_the_setting(config_file):
@@ -76,3 +78,11 @@ def test_every_training_config_of_the_project_loads(repo_root: Path):
     assert files
     for path in files:
         assert isinstance(load_config(path), TrainConfig)
+
+
+@pytest.mark.parametrize("supported", [None, "amx_tile", "avx512_bf16"])
+def test_auto_is_bfloat16_where_the_processor_multiplies_it(config_file, monkeypatch, supported):
+    for name in ("amx_tile", "avx512_bf16"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda name=name: name == supported, raising=False)
+    config = resolve_dtype(load_config(config_file(model__dtype="auto")), torch.device("cpu"))
+    assert config.model.dtype == ("bfloat16" if supported else "float32")
