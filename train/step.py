@@ -21,6 +21,7 @@ from .objectives import OBJECTIVES
 from .schedule import StepPlan
 from .state import TrainState
 from .targets import Teacher, teacher_rows
+from .throughput import Throughput
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Run:
     checkpoint: Path
     identity: dict[str, Any]
     metrics: MetricsFile | None
+    throughput: Throughput
     report: Callable[[float, str], None]
 
 
