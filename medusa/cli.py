@@ -8,13 +8,30 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import __version__
+from .cli_inspect import app as inspect_app
+from .cli_options import (
+    BadRecord,
+    BaseOverride,
+    Data,
+    Device,
+    Dtype,
+    DtypeOption,
+    Heads,
+    JsonOut,
+    Limit,
+    MaxLength,
+    MaxNewTokens,
+    OnBadRecord,
+    TrustRemoteCode,
+    open_console,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,36 +46,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-inspect_app = typer.Typer(help="Look at data, heads or a draft tree.")
 app.add_typer(inspect_app, name="inspect")
-
-
-class Dtype(str, Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class OnBadRecord(str, Enum):
-    error = "error"
-    skip = "skip"
-
-
-Base = Annotated[str, typer.Option(help="Base model: a directory or a Hub name.", show_default=False)]
-BaseOverride = Annotated[str | None, typer.Option("--base", help="Base model, where it is not as the heads name it.")]
-Heads = Annotated[Path, typer.Option(help="Heads directory, as `medusa train` writes it.", show_default=False)]
-Data = Annotated[
-    list[str],
-    typer.Option("--data", help="Conversations: JSONL (.xz, .gz) or Hub name; repeatable.", show_default=False),
-]
-MaxLength = Annotated[int, typer.Option(help="Tokens kept of a conversation.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first so many.")]
-BadRecord = Annotated[OnBadRecord, typer.Option(help="What a broken record does.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="Type of the base model's weights.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the base model.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
-JsonOut = Annotated[Path | None, typer.Option("--json", help="Also write the numbers here.")]
 
 
 def main() -> None:
@@ -123,7 +111,7 @@ def distill(
 
     The base is loaded here (--base), or asked where it is served (--endpoint; a key is read from OPENAI_API_KEY).
     """
-    console = _console()
+    console = open_console()
     from .infer.distill import DistillOptions, distill
     from .infer.distill_endpoint import Endpoint, distill_endpoint
 
@@ -150,44 +138,6 @@ def distill(
         )
 
 
-@inspect_app.command("data")
-def inspect_data(
-    data: Data,
-    base: Base,
-    limit: Annotated[int, typer.Option(min=0, help="Conversations to show.")] = 3,
-    max_length: MaxLength = 2048,
-    on_bad_record: BadRecord = OnBadRecord.error,
-) -> None:
-    """Show conversations with the tokens under loss in colour, and statistics over all of them."""
-    console = _console()
-    from .train.inspect_data import inspect_data as show
-
-    show(data, base, limit, on_bad_record.value, max_length, console)
-
-
-@inspect_app.command("heads")
-def inspect_heads(heads: Heads) -> None:
-    """Show what a heads directory holds: design, base model, tensors, tree, training."""
-    from .infer.show_heads import show_heads
-
-    show_heads(heads, _console())
-
-
-@inspect_app.command("tree")
-def inspect_tree(
-    heads: Heads, png: Annotated[Path | None, typer.Option(help="Also draw it here, with its curves.")] = None
-) -> None:
-    """Draw the draft tree and the numbers that chose it."""
-    from .calibration import Calibration
-    from .checkpoint import load_heads
-    from .infer.draw_tree import draw_tree_png, draw_tree_text
-
-    calibration = Calibration.load(heads / load_heads(heads)[1].tree)
-    draw_tree_text(calibration, _console())
-    if png:
-        print(f"picture: {draw_tree_png(calibration, png)}")
-
-
 @app.command()
 def train(
     config: Annotated[Path, typer.Option(help="YAML file, such as configs/train/quickstart.yaml.", show_default=False)],
@@ -200,7 +150,7 @@ def train(
     With several processes: `torchrun --nproc-per-node 2 -m medusa train --config FILE`, or the same after
     `accelerate launch`.
     """
-    console = _console()
+    console = open_console()
     from .train.run import load_config, train
     from .train.signals import TrainingInterrupted
 
@@ -227,14 +177,14 @@ def evaluate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Accuracy of each head by rank on held-out conversations, and the tau that draft trees would reach."""
-    console = _console()
+    console = open_console()
     from .infer.evaluate import evaluate_with_progress, print_evaluation
 
     model = _load(heads, base, dtype, device, trust_remote_code, pack=False)
     evaluation = evaluate_with_progress(model, _texts(data, model, max_length, on_bad_record, limit, console), console)
     tree = model.tree if model.calibration else None
     print_evaluation(evaluation, tree, console)
-    _write_json(json, evaluation.to_dict(tree))
+    write_json(json, evaluation.to_dict(tree))
 
 
 @app.command()
@@ -250,7 +200,7 @@ def calibrate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure acceptance on held-out conversations and c(N) on this machine; choose the tree and save it."""
-    console = _console()
+    console = open_console()
     from .checkpoint import load_heads
     from .infer.calibrate import calibrate
     from .infer.draw_tree import draw_tree_text
@@ -280,7 +230,7 @@ def generate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answer one prompt greedily, as the base model itself would, faster."""
-    console = _console()
+    console = open_console()
     from .infer.generation import check_prompt, encode_prompt
     from .infer.show_answer import show_answer
 
@@ -319,7 +269,7 @@ def bench(
 
     Fails (status 1) where a method's tokens differ from stock's by more than a numerical tie.
     """
-    console = _console()
+    console = open_console()
     from .infer.bench import bench
     from .infer.bench_report import plot_bench, print_bench
     from .infer.methods import StockModel
@@ -331,22 +281,12 @@ def bench(
     names = [name.strip() for name in methods.split(",") if name.strip()]
     result = bench(model, stock, records, methods=names, max_new_tokens=max_new_tokens, console=console)
     print_bench(result, console)
-    _write_json(json, result.to_dict())
+    write_json(json, result.to_dict())
     if plot:
         plot_bench(result, plot)
         print(f"picture: {plot}")
     if result.num_different:
         raise RuntimeError(f"bench: {result.num_different} answers differ from stock's beyond a numerical tie")
-
-
-def _console() -> Console:
-    """Also quietens what the libraries print when nobody watches."""
-    from rich.console import Console
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    return Console()
 
 
 def _load(
@@ -373,15 +313,3 @@ def _texts(
     dataset = build_dataset(data, model.base.tokenizer, max_length, on_bad_record.value, limit, console)
     console.print(str(dataset.statistics), highlight=False, markup=False)
     return list(dataset.examples)
-
-
-def _write_json(path: Path | None, content: Any) -> None:
-    if path is None:
-        return
-    import json
-
-    from .checkpoint import write_atomically
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically({path: lambda file: file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")})
-    print(f"numbers: {path}")

@@ -20,6 +20,7 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Tracker = Literal["wandb", "tensorboard", "trackio"]
 
 
 class Section(BaseModel):
@@ -111,7 +112,8 @@ class RunConfig(Section):
     heads with the highest simulated tau on held-out conversations are kept; `patience`: stop after so many evaluations
     without a higher one; null: never. `cache_hidden_states`: compute the frozen
     base's hidden states once, on disk, instead of in every epoch. `time_limit_s`: seconds of training after which it
-    stops, the learning rate's schedule fitted to that; hidden states computed beforehand do not count."""
+    stops, the learning rate's schedule fitted to that; hidden states computed beforehand do not count. `trackers`:
+    where the numbers of metrics.jsonl go too; `tracker_project`: their project's name."""
 
     output_dir: str
     seed: Annotated[int, Field(ge=0)] = 0
@@ -122,6 +124,8 @@ class RunConfig(Section):
     cache_hidden_states: bool = False
     keep_hidden_states: bool = False
     time_limit_s: Positive | None = None
+    trackers: list[Tracker] = []
+    tracker_project: str = "medusa"
 
     @model_validator(mode="after")
     def _evaluates_while_it_waits(self) -> RunConfig:

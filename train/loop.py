@@ -137,9 +137,8 @@ def _count(run: Run, sums: Tensor, base_sums: Tensor, tokens: int) -> None:
     window.steps += bool(sums[:, LABELS].any())
     window.tokens += tokens
     loss = window.loss / max(window.steps, 1)
-    rate = counters.tokens / max(counters.seconds, 1e-9)
-    total = run.plan.total_steps
-    run.report(_progress(run), f"step {counters.step}/{total}, loss {loss:.3f}, {rate:,.0f} tokens/s")
+    speed = run.throughput.status(counters.tokens, counters.labels, counters.seconds)
+    run.report(_progress(run), f"step {counters.step}/{run.plan.total_steps}, loss {loss:.3f}, {speed}")
 
 
 def _log(run: Run, rates: dict[str, float], norm: float | None) -> None:
@@ -156,7 +155,7 @@ def _log(run: Run, rates: dict[str, float], norm: float | None) -> None:
                 **base_metrics(window.base_sums),
                 **{"lr" if part == "heads" else f"lr_{part}": rate for part, rate in rates.items()},
                 "grad_norm": norm,
-                "tokens_per_second": window.tokens / max(window.seconds, 1e-9),
+                **run.throughput.measures(window.tokens, window.sums[:, LABELS].sum().item(), window.seconds),
                 "tokens": counters.tokens,
                 "labels": counters.labels,
                 "seconds": counters.seconds,

@@ -1,26 +1,22 @@
 """A training run from its config: load the base and the data, make heads, continue what is there, train, save.
 
-Writes a heads directory: `config.json`, `heads.safetensors`, and `training/` with the resolved config, the command,
-versions, metrics, a summary, and the checkpoint that an interrupted run continues from.
+Writes a heads directory: `config.json`, `heads.safetensors`, and `training/` with the resolved config, a record of how
+it was run, metrics, a summary, and the checkpoint that an interrupted run continues from.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import platform
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
@@ -37,17 +33,22 @@ from .batching import Example, split_holdout
 from .config import TrainConfig, load_config
 from .dataset import TokenizedDataset, build_dataset, frequent_tokens, token_coverage
 from .evaluation import restore_best
-from .faults import memory_advice
+from .faults import check_free_disk, memory_advice
 from .features import CachedHidden, FeatureLayout, HiddenSource, OnlineHidden, compute_features, prepare_folder
+from .forward_speed import choose_throughput
 from .joint import AdaptedHidden, Adapter, Joint, merge_saved
 from .labels import draft_index
+from .lock import claim_folder
 from .loop import train_loop
 from .loss import NUM_SUMS
 from .metrics import MetricsFile
+from .record import record_start
 from .schedule import StepPlan
 from .state import TrainState, Window, flat_settings, load_state
 from .step import Run
 from .targets import Teacher
+from .throughput import Throughput
+from .trackers import TRACKER_DIR, check_trackers, tracking
 
 __all__ = ["TrainResult", "load_config", "train"]
 
@@ -55,7 +56,8 @@ __all__ = ["TrainResult", "load_config", "train"]
 @dataclass(frozen=True)
 class TrainResult:
     """`tokens` and `labels` trained on, over all epochs; `seconds` of training alone; `features_seconds` before it.
-    `held_out`: loss and accuracy per head (see metrics.py), None without held-out data."""
+    `held_out`: loss and accuracy per head (see metrics.py), None without held-out data. `mfu`, `share_of_forward` (None
+    where not known) and `peak_memory_bytes` (of the last start): see throughput.py."""
 
     heads_dir: str
     steps: int
@@ -67,6 +69,9 @@ class TrainResult:
     tokens_per_second: float
     stop_reason: str
     held_out: dict[str, Any] | None
+    mfu: float | None = None
+    share_of_forward: float | None = None
+    peak_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,18 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
 
     Raises ValueError for what a user can set right, TrainingInterrupted after SIGINT or SIGTERM, NonFiniteLoss.
     """
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    console = console if accelerator.is_main_process else None
+    check_trackers(config.train.trackers)
     folders = Folders(Path(config.train.output_dir))
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        log_with=list(config.train.trackers) or None,
+        project_dir=folders.training / TRACKER_DIR,
+    )
+    with claim_folder(folders.training) if accelerator.is_main_process else nullcontext():
+        return _train(config, accelerator, folders, console if accelerator.is_main_process else None)
+
+
+def _train(config: TrainConfig, accelerator: Accelerator, folders: Folders, console: Console | None) -> TrainResult:
     config = resolve_dtype(config, accelerator.device)
     base, reference = _load_base(config, accelerator.device)
     before = full_fingerprint(base.model)
@@ -110,13 +124,19 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     if run.state.counters.stop_reason and folders.summary.exists() and (folders.heads / "config.json").exists():
         _say(console, f"finished already: {folders.heads}; delete it or set another train.output_dir to train anew")
         return TrainResult(**json.loads(folders.summary.read_text(encoding="utf-8")))
-    began = time.perf_counter()
-    with memory_advice("computing hidden states"):
-        run.source = _source(run, base, folders, console)
-    features_seconds = time.perf_counter() - began
-    with memory_advice("training"), StageProgress("Training heads", 1.0, console) as bar:
-        run.report = bar.update
-        train_loop(run)
+    record = record_start(run, asdict(reference), data.statistics, folders.training)
+    with tracking(accelerator, config, record) as trackers:
+        if run.metrics:
+            run.metrics.also = trackers.log
+        began = time.perf_counter()
+        with memory_advice("computing hidden states"):
+            run.source = _source(run, base, folders, console)
+        features_seconds = time.perf_counter() - began
+        with memory_advice("training"):
+            run.throughput = choose_throughput(run, base, console)
+            with StageProgress("Training heads", 1.0, console) as bar:
+                run.report = bar.update
+                train_loop(run)
     held_out, counters = restore_best(run), run.state.counters
     if held_out and counters.best_step != counters.step:
         _say(console, f"keeping the heads of step {counters.best_step}: no later ones had a higher tau")
@@ -227,10 +247,11 @@ def _prepare(
         checkpoint=folders.checkpoint,
         identity=identity,
         metrics=None,
+        throughput=Throughput(accelerator.device, 0.0, 0.0),
         report=lambda progress, status: None,
     )
     if accelerator.is_main_process:
-        _write_records(config, folders)
+        check_free_disk(folders.training, heads)
         run.metrics = MetricsFile(folders.training / "metrics.jsonl", state.counters.step)
     return run
 
@@ -330,9 +351,9 @@ def _result(run: Run, folders: Folders, features_seconds: float, held_out: dict[
         empty_steps=counters.empty_steps,
         seconds=counters.seconds,
         features_seconds=features_seconds,
-        tokens_per_second=counters.tokens / max(counters.seconds, 1e-9),
         stop_reason=counters.stop_reason,
         held_out=held_out,
+        **run.throughput.measures(counters.tokens, counters.labels, counters.seconds),
     )
 
 
@@ -344,19 +365,6 @@ def data_fingerprint(examples: Sequence[Example]) -> str:
         digest.update(example.input_ids.numpy().tobytes())
         digest.update(example.loss_mask.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _write_records(config: TrainConfig, folders: Folders) -> None:
-    """How these heads were made: enough to make them again."""
-    folders.training.mkdir(parents=True, exist_ok=True)
-    versions = {name: version(name) for name in ("medusa-decoding", "torch", "transformers", "accelerate")}
-    _write_json(folders.training / "versions.json", {"python": platform.python_version(), **versions})
-    texts = {
-        "config.yaml": yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False),
-        "command": shlex.join(sys.argv) + "\n",
-    }
-    for name, text in texts.items():
-        (folders.training / name).write_text(text, encoding="utf-8")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

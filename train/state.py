@@ -28,6 +28,8 @@ FREE_SETTINGS = {
     "train.save_every",
     "train.cache_hidden_states",
     "train.keep_hidden_states",
+    "train.trackers",
+    "train.tracker_project",
     "data.on_bad_record",
     "optim.batch_size",  # a batch of all processes is part of the identity instead
     "data.path",

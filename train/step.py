@@ -22,6 +22,7 @@ from .objectives import OBJECTIVES
 from .schedule import StepPlan
 from .state import TrainState
 from .targets import Teacher, teacher_rows
+from .throughput import Throughput
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Run:
     checkpoint: Path
     identity: dict[str, Any]
     metrics: MetricsFile | None
+    throughput: Throughput
     report: Callable[[float, str], None]
 
 

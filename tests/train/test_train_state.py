@@ -76,11 +76,11 @@ def test_metrics_lose_and_repeat_no_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, 0)
     for step in range(1, 6):
-        metrics.write({"step": step})
+        metrics.write({"kind": "train", "step": step})
     with path.open("a") as file:
         file.write('{"step": 6, "lo')  # killed in the middle of a line
     metrics = MetricsFile(path, 3)
-    metrics.write({"step": 4})
+    metrics.write({"kind": "train", "step": 4})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
 
 

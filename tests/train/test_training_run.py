@@ -66,8 +66,8 @@ def test_heads_learn_and_come_out_whole(make_config, tmp_path, tiny_base_dir, re
     training = tmp_path / "out" / "training"
     assert json.loads((training / "summary.json").read_text())["stop_reason"] == "all steps done"
     assert yaml.safe_load((training / "config.yaml").read_text())["optim"]["epochs"] == 12
-    assert json.loads((training / "versions.json").read_text())["torch"] == torch.__version__
-    assert (training / "command").read_text().strip()
+    [start] = json.loads((training / "record.json").read_text())["starts"]
+    assert start["versions"]["torch"] == torch.__version__ and start["command"]
 
 
 @pytest.mark.parametrize("objective", ["distillation", "lk_hybrid", "lk_log"])
