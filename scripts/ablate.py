@@ -1,10 +1,12 @@
-"""Which loss makes the heads that are accepted most: the same heads, data, order and steps, one run an objective.
+"""Which recipe makes the heads that are accepted most: the same data, tokens and order, one run an arm.
 
-    python scripts/ablate_objectives.py --config configs/train/quickstart.yaml --test runs/test.jsonl \
-        --out runs/ablation --json results/objectives.json [section.key=value ...]
+    python scripts/ablate.py --config configs/train/quickstart.yaml --test runs/test.jsonl --out runs/ablation \
+        --json results/ablation.json --set data.limit=500 \
+        --arm plain heads.num_layers=1 --arm distillation loss.objective=distillation
 
-The base's hidden states are computed once, for the first run, and linked into the others. Each run's heads are judged
-on `--test`, conversations that none has seen: tau of a chain and of the best 16-node tree, simulated.
+The first arm is what the others are compared with. The base's hidden states are computed once, for the first run, and
+linked into the others. Each run's heads are judged on `--test`, conversations that none has seen: tau of a chain and of
+the best 16-node tree, simulated.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
@@ -24,8 +26,9 @@ from medusa.infer.evaluate import evaluate
 from medusa.infer.machine import describe_machine
 from medusa.train.config import load_config
 from medusa.train.dataset import build_dataset
-from medusa.train.objectives import Objective
 from medusa.train.run import train
+
+CACHED = ["train.cache_hidden_states=true", "train.keep_hidden_states=true"]
 
 
 def main() -> None:
@@ -34,25 +37,24 @@ def main() -> None:
     parser.add_argument("--test", required=True, help="conversations for the judgement")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument("--json", type=Path, required=True, help="file for the table")
-    parser.add_argument("--objectives", nargs="+", default=get_args(Objective), choices=get_args(Objective))
-    options, overrides = parser.parse_known_args()
+    parser.add_argument("--set", nargs="+", default=[], metavar="SETTING", help="settings of all runs")
+    parser.add_argument("--arm", nargs="+", action="append", required=True, metavar="NAME", help="and its settings")
+    options = parser.parse_args()
     rows: dict[str, Any] = {}
     features: Path | None = None
-    for objective in options.objectives:
-        folder = options.out / objective
+    for name, *settings in options.arm:
+        folder = options.out / name
         if features and not (folder / "training" / "features").exists():
             shutil.copytree(features, folder / "training" / "features", copy_function=os.link)
-        settings = [f"loss.objective={objective}", f"train.output_dir={folder}"]
-        cached = ["train.cache_hidden_states=true", "train.keep_hidden_states=true"]
-        result = train(load_config(options.config, [*overrides, *settings, *cached]), Console())
+        overrides = [*options.set, *settings, f"train.output_dir={folder}", *CACHED]
+        result = train(load_config(options.config, overrides), Console())
         features = features or folder / "training" / "features"
-        rows[objective] = {
-            "steps": result.steps,
-            "tokens_per_second": round(result.tokens_per_second),
-            **judge(folder, options.test),
-        }
-        print_row(objective, rows[objective], rows[options.objectives[0]])
-        report = {"machine": describe_machine(), "config": options.config, "overrides": overrides, "objectives": rows}
+        speed = round(result.tokens_per_second)
+        rows[name] = {"settings": settings, "steps": result.steps, "tokens_per_second": speed}
+        rows[name] |= judge(folder, options.test)
+        print_row(name, rows[name], rows[options.arm[0][0]])
+        report = {"machine": describe_machine(), "config": options.config, "settings": options.set, "arms": rows}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
