@@ -53,6 +53,7 @@ class DataConfig(Section):
     max_length: Annotated[int, Field(ge=3)] = 1024
     holdout_fraction: Share = 0.02
     group_by_length: bool = True
+    packing: bool = False
     limit: Count | None = None
 
 

@@ -187,7 +187,7 @@ def _prepare(
         config=config,
         accelerator=accelerator,
         state=state,
-        source=OnlineHidden(base, config.heads.num_heads),
+        source=_online(config, base),
         teacher=_teacher(config, base, heads),
         examples=data.examples,
         held_out=held_out,
@@ -248,10 +248,14 @@ def _optimizer(config: TrainConfig, heads: MedusaHeads) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.optim.lr, betas=config.optim.betas)
 
 
+def _online(config: TrainConfig, base: BaseModel) -> OnlineHidden:
+    return OnlineHidden(base, config.heads.num_heads, config.data.max_length if config.data.packing else None)
+
+
 def _source(run: Run, base: BaseModel, folders: Folders, console: Console | None) -> HiddenSource:
     config, accelerator = run.config, run.accelerator
     if not config.train.cache_hidden_states:
-        return OnlineHidden(base, config.heads.num_heads)
+        return _online(config, base)
     layout = FeatureLayout(folders.features, run.examples, config.heads.num_heads, base.hidden_size, base.dtype)
     names = ("base fingerprint", "data fingerprint", "model.dtype", "heads.num_heads")
     identity = json.dumps({name: run.identity[name] for name in names}, sort_keys=True)
@@ -268,7 +272,7 @@ def _source(run: Run, base: BaseModel, folders: Folders, console: Console | None
             done, computed = done + tokens, computed + tokens * is_new
             bar.update(done, f"{computed / (time.perf_counter() - began):,.0f} tokens/s")
 
-        compute_features(layout, base, config.optim.batch_size, own, progress)
+        compute_features(layout, _online(config, base), config.optim.batch_size, own, progress)
     accelerator.wait_for_everyone()
     return CachedHidden(layout)
 
