@@ -51,11 +51,8 @@ def assign_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     rows: list[list[int]] = []
     free: list[int] = []
     for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for number, room in enumerate(free):
-            if lengths[example] <= room:
-                break
-        else:
-            number = len(rows)
+        number = next((number for number, room in enumerate(free) if lengths[example] <= room), len(rows))
+        if number == len(rows):
             rows.append([])
             free.append(max(row_length, lengths[example]))
         rows[number].append(example)

@@ -6,14 +6,12 @@ versions, metrics, a summary, and the checkpoint that an interrupted run continu
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,9 +30,9 @@ from medusa.fingerprint import fingerprint, full_fingerprint
 from medusa.heads import MedusaHeads
 from medusa.progress import StageProgress
 
-from .batching import Example, split_holdout
+from .batching import split_holdout
 from .config import TrainConfig, load_config
-from .dataset import TokenizedDataset, build_dataset, frequent_tokens, token_coverage
+from .dataset import TokenizedDataset, frequent_tokens, load_data, token_coverage
 from .evaluation import restore_best
 from .faults import memory_advice
 from .features import CachedHidden, FeatureLayout, HiddenSource, OnlineHidden, compute_features, prepare_folder
@@ -42,6 +40,7 @@ from .labels import draft_index
 from .loop import train_loop
 from .loss import NUM_SUMS
 from .metrics import MetricsFile
+from .mixture import mix
 from .schedule import StepPlan
 from .state import TrainState, Window, flat_settings, load_state
 from .step import Run
@@ -86,6 +85,10 @@ class Folders:
         return self.training / "features"
 
     @property
+    def tokens(self) -> Path:
+        return self.training / "tokens"
+
+    @property
     def summary(self) -> Path:
         return self.training / "summary.json"
 
@@ -103,9 +106,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
         config.model.base, dtype=config.model.dtype, device=accelerator.device, revision=config.model.revision
     )
     before = full_fingerprint(base.model)
-    data = build_dataset(
-        config.data.path, base.tokenizer, config.data.max_length, config.data.on_bad_record, config.data.limit, console
-    )
+    data = load_data(config.data, base.tokenizer, folders.tokens, accelerator.is_main_process, console)
     run, info = _prepare(config, accelerator, base, data, folders, console)
     if run.state.counters.stop_reason and folders.summary.exists() and (folders.heads / "config.json").exists():
         _say(console, f"finished already: {folders.heads}; delete it or set another train.output_dir to train anew")
@@ -126,6 +127,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     if accelerator.is_main_process:
         save_heads(folders.heads, run.state.heads, info)
         _write_json(folders.summary, asdict(result))
+        shutil.rmtree(folders.tokens, ignore_errors=True)
         if not config.train.keep_hidden_states:
             shutil.rmtree(folders.features, ignore_errors=True)
     accelerator.wait_for_everyone()
@@ -163,12 +165,14 @@ def _prepare(
             f"{base.name!r} was made for; set data.max_length to {base.max_positions} or less"
         )
     training, held_out = split_holdout(len(data), config.data.holdout_fraction, config.train.seed)
-    lengths = [data.lengths[i] for i in training] if config.data.group_by_length else None
-    heads = _new_heads(config, base, [data[i] for i in training], console)
+    lengths = data.lengths if config.data.group_by_length else None
+    mixture = mix(training, data.statistics.sources, config.train.seed)
+    heads = _new_heads(config, base, data, training, console)
     info = HeadsInfo(BaseReference(base.name, fingerprint(base.model), base.revision))
     identity = flat_settings(config.model_dump(mode="json")) | {
         "base fingerprint": info.base_model.fingerprint,
-        "data fingerprint": data_fingerprint(data.examples),
+        "data fingerprint": data.fingerprint,
+        "conversations of each source in an epoch": mixture.counts,
         # Per process, so that a run may go on with another number of processes and the same batches.
         "conversations per batch (optim.batch_size x processes)": config.optim.batch_size * accelerator.num_processes,
     }
@@ -191,7 +195,7 @@ def _prepare(
         teacher=_teacher(config, base, heads),
         examples=data.examples,
         held_out=held_out,
-        plan=StepPlan(training, lengths, config.optim, config.train.seed, accelerator.num_processes),
+        plan=StepPlan(mixture, lengths, config.optim, config.train.seed, accelerator.num_processes),
         base_to_draft=draft_index(heads.draft_token_ids, base.vocab_size).to(accelerator.device),
         checkpoint=folders.checkpoint,
         identity=identity,
@@ -205,13 +209,15 @@ def _prepare(
 
 
 def _new_heads(
-    config: TrainConfig, base: BaseModel, examples: Sequence[Example], console: Console | None
+    config: TrainConfig, base: BaseModel, data: TokenizedDataset, training: list[int], console: Console | None
 ) -> MedusaHeads:
     settings = config.heads
     ids: Tensor | None = None
     if settings.draft_vocab_size is not None:
+        examples = (data[i] for i in training)
         ids = frequent_tokens(examples, settings.draft_vocab_size, base.vocab_size, sorted(base.eos_token_ids))
-        _say(console, f"draft vocab    {len(ids):,} tokens, {token_coverage(examples, ids):.2%} of those under loss")
+        coverage = token_coverage((data[i] for i in training), ids)
+        _say(console, f"draft vocab    {len(ids):,} tokens, {coverage:.2%} of those under loss")
     design = HeadsConfig(
         num_heads=settings.num_heads,
         num_layers=settings.num_layers,
@@ -292,16 +298,6 @@ def _result(run: Run, folders: Folders, features_seconds: float, held_out: dict[
         stop_reason=counters.stop_reason,
         held_out=held_out,
     )
-
-
-def data_fingerprint(examples: Sequence[Example]) -> str:
-    """sha256 (hex) of all token ids and loss masks."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(len(example).to_bytes(8, "little"))
-        digest.update(example.input_ids.numpy().tobytes())
-        digest.update(example.loss_mask.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _write_records(config: TrainConfig, folders: Folders) -> None:
