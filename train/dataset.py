@@ -29,6 +29,7 @@ from .token_store import StoreWriter, open_store
 from .tokenization import tokenize
 
 LABELS_AT_ONCE = 1024  # examples whose labels are counted together
+POLL_S = 0.5
 NO_LABELS = "no tokens under loss within max_length"
 
 
@@ -85,9 +86,11 @@ def load_data(
         with StoreWriter(folder, console) as writer:
             statistics, fingerprint = reading.run(writer.append, console)
             writer.finish(identity, fingerprint, statistics)
-    while store is None:  # no collective: tokenising may take longer than those wait
         store = open_store(folder, identity)
-        time.sleep(0 if store else 0.5)
+        assert store is not None
+    while store is None:  # no collective: tokenising may take longer than those wait
+        time.sleep(POLL_S)
+        store = open_store(folder, identity)
     return TokenizedDataset(store, store.lengths, store.fingerprint, store.statistics)
 
 

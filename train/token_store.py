@@ -8,6 +8,7 @@ memory is a few numbers a conversation; the pages of the map are the operating s
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from array import array
 from collections.abc import Sequence
@@ -129,6 +130,9 @@ class StoreWriter:
             np.save(self._partial / ENDS, np.array(self._ends, dtype=np.int64))
             np.save(self._partial / CATEGORIES, np.array(self._categories, dtype=np.int32))
             (self._partial / INDEX).write_text(json.dumps(asdict(index)), encoding="utf-8")
+            for path in self._partial.iterdir():  # on disk before the name says so
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         except OSError as error:
             raise self._lacks_room(str(error)) from error
         self._partial.rename(self.folder)

@@ -163,6 +163,7 @@ def _encode_there(chunks: Iterable[_Chunk], tokenizer: Any, num_workers: int) ->
             stack.callback(ours.close)
             worker = context.Process(target=_work, args=(theirs, tokenizer), daemon=True)
             worker.start()
+            stack.callback(worker.join)
             stack.callback(worker.terminate)
             theirs.close()
             idle.append(ours)
