@@ -7,6 +7,7 @@ argument's name, mask kinds for sliding windows, the attention implementation, w
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -98,14 +99,34 @@ class BaseModel:
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         return KVCache(self.config.num_hidden_layers, num_rows, capacity)
 
-    @torch.no_grad()
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Final-norm hidden states [B, T, D] of whole right-padded sequences [B, T], without the lm_head's cost."""
-        return self.trainable_hidden_states(input_ids, attention_mask)
+        """Final-norm hidden states [B, T, D] of whole right-padded sequences [B, T], without the lm_head's cost.
 
-    def trainable_hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The same, with gradients where parameters of the base (an adapter's) want them."""
+        With gradients where an adapter's parameters want them; a frozen base has none.
+        """
         output = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return output.last_hidden_state
+
+    def packed_hidden_states(self, input_ids: Tensor, documents: Tensor) -> Tensor:
+        """Final-norm hidden states [B, T, D] of rows that hold several sequences, each as if it were alone.
+
+        input_ids: int64 [B, T]. documents: int64 [B, T], one number for the tokens of a sequence, which lie behind each
+        other; padding is a sequence like others. Attention ends and positions restart where the number changes.
+        """
+        slots = torch.arange(input_ids.shape[1], device=input_ids.device)
+        is_first = torch.ones_like(documents, dtype=torch.bool)
+        is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        positions = slots - slots.where(is_first, 0).cummax(dim=1).values
+        distance = slots[:, None] - slots
+        visible = (documents[:, :, None] == documents[:, None]) & (distance >= 0)
+        # A boolean mask goes to the stock attention; the folded float one of a tree would be `groups` times as large.
+        kind = self._bool_mask if self._folds_groups else self._float_mask
+        output = self.model.base_model(
+            input_ids=input_ids,
+            position_ids=positions,
+            attention_mask=self._by_layer_kind(visible, distance, kind),
+            use_cache=False,
+        )
         return output.last_hidden_state
 
     @torch.no_grad()
@@ -121,13 +142,8 @@ class BaseModel:
         output = self.model.base_model(input_ids=input_ids, position_ids=positions, attention_mask=mask, **arguments)
         return output.last_hidden_state
 
-    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        return self.trainable_logits(hidden)
-
-    def trainable_logits(self, hidden: Tensor) -> Tensor:
-        """The same, with gradients for `hidden`."""
         return self.finish_logits(self.model.get_output_embeddings()(hidden))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
@@ -147,16 +163,21 @@ class BaseModel:
         slots = torch.arange(width, device=positions.device)
         context = (slots < lengths[:, None])[:, None].expand(batch, num_tokens, width)
         visible = torch.cat([context, tree_mask.to(positions.device).expand(batch, -1, -1)], dim=-1)
-        if self.window is None:
-            return self._float_mask(visible)
         key_positions = torch.cat([slots.expand(batch, width), positions], dim=-1)
-        near = positions[:, :, None] - key_positions[:, None] < self.window
+        return self._by_layer_kind(visible, positions[:, :, None] - key_positions[:, None], self._float_mask)
+
+    def _by_layer_kind(self, visible: Tensor, distance: Tensor, kind: Callable[[Tensor], Tensor]) -> Any:
+        """`kind`'s mask of visible [B, N, S], or a dict of masks by layer kind. distance: int64 [..., N, S], positions
+        from a key to its query, for layers that see no further than their window."""
+        if self.window is None:
+            return kind(visible)
+        near = visible & (distance < self.window)
         if "full_attention" in (getattr(self.config, "layer_types", None) or ()):
-            return {
-                "full_attention": self._float_mask(visible),
-                "sliding_attention": self._float_mask(visible & near),
-            }
-        return self._float_mask(visible & near)
+            return {"full_attention": kind(visible), "sliding_attention": kind(near)}
+        return kind(near)
+
+    def _bool_mask(self, visible: Tensor) -> Tensor:
+        return visible[:, None]
 
     def _float_mask(self, visible: Tensor) -> Tensor:
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)

@@ -58,7 +58,7 @@ def collate(examples: Sequence[Example], pad_id: int = 0) -> Batch:
 
 
 def batch_order(
-    num_examples: int, lengths: Sequence[int] | None, batch_size: int, seed: int, epoch: int
+    num_examples: int, lengths: Sequence[int] | np.ndarray | None, batch_size: int, seed: int, epoch: int
 ) -> list[list[int]]:
     """The global batches of one epoch, as indices of examples; each example is in exactly one.
 
@@ -111,8 +111,8 @@ def split_holdout(num_examples: int, fraction: float, seed: int) -> tuple[list[i
     scores = [_unit_hash(f"{seed}:{index}") for index in range(num_examples)]
     held = {index for index, score in enumerate(scores) if score < fraction}
     if fraction > 0 and num_examples > 1:
-        by_score = sorted(range(num_examples), key=scores.__getitem__)
-        held = (held | {by_score[0]}) - {by_score[-1]}
+        lowest, highest = (pick(range(num_examples), key=scores.__getitem__) for pick in (min, max))
+        held = (held | {lowest}) - {highest}
     return [i for i in range(num_examples) if i not in held], sorted(held)
 
 

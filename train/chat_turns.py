@@ -29,6 +29,10 @@ class MaskError(ValueError):
         super().__init__(message)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[MaskError], tuple[str, str]]:
+        """Errors pass between processes, which by default would call __init__ with the message alone."""
+        return MaskError, (self.reason, str(self))
+
 
 @dataclass(frozen=True)
 class Turn:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from .objectives import Objective
 
@@ -49,21 +50,79 @@ class HeadsSection(Section):
     draft_vocab_size: Count | None = None
 
 
-class DataConfig(Section):
-    """`max_length`: tokens kept of a conversation. `holdout_fraction`: share of conversations kept for evaluation.
-    `limit`: use only the first so many conversations; null: all."""
+class DataSource(Section):
+    """`path`: a file or a Hub name. `weight`: how often an epoch has each conversation of it: 2 twice, 0.5 one half in
+    one epoch and the other in the next."""
 
-    path: str | list[str]
+    path: str
+    weight: Positive = 1.0
+
+
+def as_sources(path: str | Sequence[str | DataSource]) -> list[DataSource]:
+    """What data.path may hold, in its full form."""
+    entries = [path] if isinstance(path, str) else path
+    return [DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries]
+
+
+def _check_path(value: Any) -> Any:
+    """Entries of data.path that are mappings made into sources; what is wrong with them as one line."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError("a file, a Hub name, or a list of them or of {path: ..., weight: ...}")
+    return [_check_entry(entry, f"data.path.{number}") for number, entry in enumerate(value)]
+
+
+def _check_entry(entry: Any, name: str) -> str | DataSource:
+    if isinstance(entry, (str, DataSource)):
+        return entry
+    known = list(DataSource.model_fields)
+    if not isinstance(entry, dict):
+        problem = f"{name}: got {entry!r}, expected a path or {{path: ..., weight: ...}}"
+    elif unknown := [str(key) for key in entry if key not in known]:
+        problem = f"unknown setting {name}.{unknown[0]}; expected one of {', '.join(known)}"
+    else:
+        try:
+            return DataSource.model_validate(entry)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = _explain(first | {"loc": (name, *first["loc"])})
+    raise PydanticCustomError("data_source", "{problem}", {"problem": problem})
+
+
+class DataConfig(Section):
+    """Which conversations are trained on, and how they reach the base. Formats, with examples: docs/data.md.
+
+    `path`: a file (.jsonl, .json, either also .gz or .xz; .parquet), a Hub dataset ("org/name[:split]"), or a list of
+    them, in which {path: ..., weight: ...} says how often an epoch has each conversation of one (default 1).
+    `on_bad_record`: stop at a record that cannot be trained on, or skip and count it. `max_length`: tokens kept of a
+    conversation. `holdout_fraction`: share of conversations kept for evaluation, whatever their source's weight.
+    `limit`: use only the first so many conversations, of all sources together; null: all.
+
+    `group_by_length`: batches of conversations of similar length, to save padding; false: any conversations.
+    `packing`: the base reads several conversations in one row of up to `max_length` tokens, none of which sees
+    another. Batches and losses are those without it; it saves padding where batches mix lengths, so it is of use with
+    group_by_length=false.
+
+    `num_workers`: processes that tokenise. `streaming`: tokens are kept in a file in the output directory, 4 bytes
+    each, instead of in memory, and Hub datasets are read as they come instead of downloaded first. Neither changes what
+    is trained on, nor its order."""
+
+    path: Annotated[str | list[str | DataSource], BeforeValidator(_check_path)]
     on_bad_record: Literal["error", "skip"] = "error"
     max_length: Annotated[int, Field(ge=3)] = 1024
     holdout_fraction: Share = 0.02
-    group_by_length: bool = True
     limit: Count | None = None
+    group_by_length: bool = True
+    packing: bool = False
+    num_workers: Count = 1
+    streaming: bool = False
 
 
 class OptimConfig(Section):
     """AdamW. `warmup_ratio`: share of the run over which the rate rises to `lr`; it then falls by a cosine, or stays.
-    `batch_size`: conversations per process and forward; a step has batch_size x processes x gradient_accumulation."""
+    `batch_size`: conversations per process and forward, packed or not; a step has batch_size x processes x
+    gradient_accumulation."""
 
     lr: Positive = 1e-3
     weight_decay: NotNegative = 0.0
@@ -197,6 +256,8 @@ def _apply(content: dict[str, Any], override: str) -> None:
 
 
 def _explain(problem: Any) -> str:
+    if problem["type"] == "data_source":
+        return str(problem["msg"])
     path = [str(part) for part in problem["loc"]]
     name = ".".join(path)
     if problem["type"] == "extra_forbidden":

@@ -54,18 +54,33 @@ def read_conversations(
     """
     if on_bad_record not in ("error", "skip"):
         raise ValueError(f"data.on_bad_record is {on_bad_record!r}, expected 'error' or 'skip'")
-    for source in [sources] if isinstance(sources, str) else sources:
-        num_records = 0
-        for where, record in _records(source):
-            num_records += 1
+    for _, record in read_records([sources] if isinstance(sources, str) else sources):
+        if not isinstance(record, BadRecord):
+            yield record
+        elif on_bad_record == "error":
+            raise record
+        elif skipped is not None:
+            skipped[record.reason] += 1
+
+
+def read_records(sources: Sequence[str], streaming: bool = False) -> Iterator[tuple[int, Conversation | BadRecord]]:
+    """(number of the source, a conversation or what is wrong with it), record by record, sources one after another.
+
+    `streaming`: Hub datasets are read over the network as they are needed, not downloaded first. Raises ValueError for
+    a source that cannot be read; one that is not there before any is read.
+    """
+    for source in sources:
+        check_source(source)
+    for number, source in enumerate(sources):
+        is_empty = True
+        for where, record in _records(source, streaming):
+            is_empty = False
             try:
-                yield parse_record(record, where)
+                parsed: Conversation | BadRecord = parse_record(record, where)
             except BadRecord as bad:
-                if on_bad_record == "error":
-                    raise
-                if skipped is not None:
-                    skipped[bad.reason] += 1
-        if num_records == 0:
+                parsed = bad
+            yield number, parsed
+        if is_empty:
             raise ValueError(f"{source}: got no records, expected at least one conversation; check how it was made")
 
 
@@ -173,15 +188,23 @@ def _short(value: Any) -> str:
 # ---- sources
 
 
-def _records(source: str) -> Iterator[tuple[str, Any]]:
+def check_source(source: str) -> Path | None:
+    """The path of a local file; None for what must be a Hub name. Raises ValueError where a file is missing."""
     path = Path(source)
     if path.is_dir():
         raise ValueError(f"{source}: got a directory, expected a file; name one of the .jsonl files in it")
     if path.exists():
-        return _parquet_records(path) if path.suffix == ".parquet" else _file_records(path)
+        return path
     if _looks_like_a_file(source):
         raise ValueError(f"{source}: got no such file, expected conversations as JSONL or Parquet; check data.path")
-    return _hub_records(source)
+    return None
+
+
+def _records(source: str, streaming: bool) -> Iterator[tuple[str, Any]]:
+    path = check_source(source)
+    if path is None:
+        return _hub_records(source, streaming)
+    return _parquet_records(path) if path.suffix == ".parquet" else _file_records(path)
 
 
 def _looks_like_a_file(source: str) -> bool:
@@ -247,7 +270,7 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
         ) from error
 
 
-def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
+def _hub_records(source: str, streaming: bool) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError:
@@ -257,13 +280,28 @@ def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
         ) from None
     name, _, split = source.partition(":")
     split = split or "train"
+    options = {"streaming": True} if streaming else {}
     try:
-        rows = datasets.load_dataset(name, split=split)
+        rows = iter(datasets.load_dataset(name, split=split, **options))
     except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{source}: got no such file and no Hub dataset {name} with a split {split} ({reason}), expected a file "
-            "or org/name[:split]; check the name and the connection"
+            f"{source}: got no such file and no Hub dataset {name} with a split {split} ({_first_line(error)}), "
+            "expected a file or org/name[:split]; check the name and the connection"
         ) from error
-    for number, row in enumerate(rows, 1):
+    number = 0
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # whatever the transport raises: it differs between backends and releases
+            raise ValueError(
+                f"{name}:{split}: got {type(error).__name__} ({_first_line(error)}) behind row {number}, expected the "
+                "rest of the dataset; check the connection and run again"
+            ) from error
+        number += 1
         yield f"{name}:{split}:{number}", dict(row)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

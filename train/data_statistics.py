@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+@dataclass
+class SourceStatistics:
+    """One source's kept conversations and their tokens; `weight` as in the config."""
+
+    path: str
+    weight: float = 1.0
+    conversations: int = 0
+    tokens: int = 0
 
 
 @dataclass
@@ -18,6 +28,7 @@ class DataStatistics:
     truncated: int = 0
     truncated_tokens: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    sources: list[SourceStatistics] = field(default_factory=list)
 
     @property
     def loss_share(self) -> float:
@@ -25,8 +36,14 @@ class DataStatistics:
         return self.loss_tokens / max(self.tokens, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        fields = {name: value for name, value in vars(self).items() if name != "skipped"}
-        return fields | {"loss_share": round(self.loss_share, 4), "skipped": dict(self.skipped)}
+        return asdict(self) | {"loss_share": round(self.loss_share, 4), "skipped": dict(self.skipped)}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> DataStatistics:
+        """What `to_dict` gave."""
+        counts = {name: value for name, value in content.items() if name != "loss_share"}
+        sources = [SourceStatistics(**source) for source in content["sources"]]
+        return cls(**counts | {"skipped": Counter(content["skipped"]), "sources": sources})
 
     def __str__(self) -> str:
         """A few aligned lines, no colour."""
@@ -44,4 +61,10 @@ class DataStatistics:
             ("skipped", f"{self.skipped.total():,}" if self.skipped else "0"),
         ]
         rows += [("", f"{count:,} {reason}") for reason, count in self.skipped.most_common()]
+        if len(self.sources) > 1 or any(source.weight != 1 for source in self.sources):
+            rows += [("source", _describe(source)) for source in self.sources]
         return "\n".join(f"{name:<14} {value}" for name, value in rows)
+
+
+def _describe(source: SourceStatistics) -> str:
+    return f"{source.path}: {source.conversations:,} conversations, {source.tokens:,} tokens, weight {source.weight:g}"

@@ -1,34 +1,46 @@
 """Conversations into examples: tokenised, masked, truncated, counted. And which tokens heads should know.
 
-The whole set is held in memory as token ids (9 bytes a token). Batches are batching.py's.
+They are held in memory (9 bytes a token), or, with data.streaming, in a file read through a memory map (4 bytes a
+token on disk, see token_store.py). Batches are batching.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from .batching import Example
-from .chat_mask import ConversationEncoder, EncodedConversation, MaskError
-from .conversation import Conversation, OnBadRecord, read_conversations
-from .data_statistics import DataStatistics
+from .chat_mask import EncodedConversation, MaskError
+from .config import DataConfig, DataSource, as_sources
+from .conversation import OnBadRecord, check_source, read_records
+from .data_statistics import DataStatistics, SourceStatistics
+from .token_store import StoreWriter, open_store
+from .tokenization import tokenize
 
-CONVERSATIONS_AT_ONCE = 256
+LABELS_AT_ONCE = 1024  # examples whose labels are counted together
+POLL_S = 0.5
 NO_LABELS = "no tokens under loss within max_length"
 
 
 @dataclass(frozen=True)
 class TokenizedDataset(Sequence[Example]):
-    """Examples in the order of the data, bad ones left out."""
+    """Examples in the order of the data, bad ones left out. `lengths`: int64 [N], tokens of each. `fingerprint`: sha256
+    (hex) of all token ids and loss masks."""
 
-    examples: list[Example]
+    examples: Sequence[Example]
+    lengths: np.ndarray
+    fingerprint: str
     statistics: DataStatistics
 
     def __len__(self) -> int:
@@ -37,18 +49,15 @@ class TokenizedDataset(Sequence[Example]):
     def __getitem__(self, index: Any) -> Any:
         return self.examples[index]
 
-    @property
-    def lengths(self) -> list[int]:
-        return [len(example) for example in self.examples]
-
 
 def build_dataset(
-    sources: str | Sequence[str],
+    sources: str | Sequence[str | DataSource],
     tokenizer: Any,
     max_length: int,
     on_bad_record: OnBadRecord = "error",
     limit: int | None = None,
     console: Console | None = None,
+    num_workers: int = 1,
 ) -> TokenizedDataset:
     """Reads, tokenises and masks conversations; `sources` as `read_conversations` takes them.
 
@@ -56,65 +65,93 @@ def build_dataset(
     counted. `limit`: stop after so many examples. `console`: where to show progress, None for none.
     Raises ValueError for sources that cannot be read, bad records (unless skipped), and where nothing is left.
     """
-    if max_length < 2:
-        raise ValueError(f"data.max_length is {max_length}, expected at least 2 tokens; set it to 512 or more")
-    statistics = DataStatistics()
-    first_error: list[ValueError] = []
+    reading = _Reading(as_sources(sources), tokenizer, max_length, on_bad_record, limit, num_workers, streaming=False)
     examples: list[Example] = []
-    conversations = read_conversations(sources, on_bad_record, statistics.skipped)
-    for conversation, encoded in _encode_all(conversations, tokenizer, console):
-        if isinstance(encoded, MaskError):
-            if on_bad_record == "error":
-                raise encoded
-            first_error = first_error or [encoded]
-            statistics.skipped[encoded.reason] += 1
-        elif example := _truncate(encoded, max_length, conversation.category, statistics):
-            examples.append(example)
-        if limit is not None and len(examples) >= limit:
-            break
-    if not examples:
-        raise ValueError(_nothing_left(sources, statistics, first_error))
-    return TokenizedDataset(examples, statistics)
+    statistics, fingerprint = reading.run(examples.append, console)
+    return TokenizedDataset(examples, np.array([len(example) for example in examples]), fingerprint, statistics)
 
 
-def _encode_all(
-    conversations: Iterable[Conversation], tokenizer: Any, console: Console | None
-) -> Iterator[tuple[Conversation, EncodedConversation | MaskError]]:
-    encoder: ConversationEncoder | None = None  # records with exact ids need no chat template
-    columns = [TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()]
-    is_shown = console is not None and console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
-        task = progress.add_task("Tokenising conversations", total=None)
-        conversations = iter(conversations)
-        while chunk := list(islice(conversations, CONVERSATIONS_AT_ONCE)):
-            with_text = [conversation for conversation in chunk if conversation.answer_ids is None]
-            if with_text and encoder is None:
-                encoder = ConversationEncoder(tokenizer)
-            encoded = iter(encoder.encode_batch([c.messages for c in with_text]) if encoder else [])
-            for conversation in chunk:
-                exact = conversation.answer_ids is not None
-                result = _from_ids(conversation, len(tokenizer)) if exact else next(encoded)
-                yield conversation, _located(result, conversation.where)
-            progress.advance(task, len(chunk))
+def load_data(
+    config: DataConfig, tokenizer: Any, folder: Path, is_main_process: bool, console: Console | None
+) -> TokenizedDataset:
+    """The data of a training run. With `config.streaming` as a token store in `folder`, which the main process writes
+    unless it is there already, of the same sources and settings; the others wait for it. Raises as `build_dataset`."""
+    sources, skip, limit, workers = as_sources(config.path), config.on_bad_record, config.limit, config.num_workers
+    if not config.streaming:
+        return build_dataset(sources, tokenizer, config.max_length, skip, limit, console, workers)
+    identity = _store_identity(config, tokenizer)
+    store = open_store(folder, identity)
+    if store is None and is_main_process:
+        reading = _Reading(sources, tokenizer, config.max_length, skip, limit, workers, streaming=True)
+        with StoreWriter(folder, console) as writer:
+            statistics, fingerprint = reading.run(writer.append, console)
+            writer.finish(identity, fingerprint, statistics)
+        store = open_store(folder, identity)
+        assert store is not None
+    while store is None:  # no collective: tokenising may take longer than those wait
+        time.sleep(POLL_S)
+        store = open_store(folder, identity)
+    return TokenizedDataset(store, store.lengths, store.fingerprint, store.statistics)
 
 
-def _located(result: EncodedConversation | MaskError, where: str) -> EncodedConversation | MaskError:
-    return MaskError(result.reason, f"{where}: {result}") if isinstance(result, MaskError) else result
+def _store_identity(config: DataConfig, tokenizer: Any) -> str:
+    """What decides the tokens, as JSON: files by size and time, the tokenizer by its content."""
+    sources = []
+    for source in as_sources(config.path):
+        path = check_source(source.path)
+        state = path.stat() if path else None
+        sources.append([*source.model_dump().values(), state and [state.st_size, state.st_mtime_ns]])
+    is_fast = getattr(tokenizer, "is_fast", False)
+    vocabulary = tokenizer.backend_tokenizer.to_str() if is_fast else repr(tokenizer)
+    template = getattr(tokenizer, "chat_template", None)
+    content = hashlib.sha256(json.dumps([vocabulary, template], sort_keys=True).encode()).hexdigest()
+    return json.dumps([sources, content, config.max_length, config.on_bad_record, config.limit])
 
 
-def _from_ids(conversation: Conversation, vocab_size: int) -> EncodedConversation | MaskError:
-    """Exact ids, as they were generated: prompt, then answer with the token that ended it, if one did."""
-    prompt_ids, answer_ids = conversation.prompt_ids, conversation.answer_ids
-    assert prompt_ids is not None and answer_ids is not None
-    largest = max(prompt_ids + answer_ids)
-    if largest >= vocab_size:
-        return MaskError(
-            "ids of another tokenizer",
-            f"got token id {largest}, expected ids below the tokenizer's {vocab_size}; use the base model that "
-            "the data was made with",
-        )
-    input_ids = torch.tensor(prompt_ids + answer_ids, dtype=torch.int64)
-    return EncodedConversation(input_ids, torch.arange(len(input_ids)) >= len(prompt_ids))
+@dataclass(frozen=True)
+class _Reading:
+    """One pass over the sources; the fields are those of DataConfig."""
+
+    sources: list[DataSource]
+    tokenizer: Any
+    max_length: int
+    on_bad_record: OnBadRecord
+    limit: int | None
+    num_workers: int
+    streaming: bool
+
+    def run(self, keep: Callable[[Example], None], console: Console | None) -> tuple[DataStatistics, str]:
+        """Calls `keep` with each example. Returns what was read, and its fingerprint."""
+        if self.max_length < 2:
+            raise ValueError(f"data.max_length is {self.max_length}, expected at least 2 tokens; set it to 512 or more")
+        if self.on_bad_record not in ("error", "skip"):
+            raise ValueError(f"data.on_bad_record is {self.on_bad_record!r}, expected 'error' or 'skip'")
+        statistics = DataStatistics(sources=[SourceStatistics(s.path, s.weight) for s in self.sources])
+        digest, first_error = hashlib.sha256(), None
+        records = read_records([source.path for source in self.sources], self.streaming)
+        for record in tokenize(records, self.tokenizer, self.num_workers, self.limit, console):
+            if not isinstance(record.result, EncodedConversation):
+                if self.on_bad_record == "error":
+                    raise record.result
+                if isinstance(record.result, MaskError):
+                    first_error = first_error or record.result
+                statistics.skipped[record.result.reason] += 1
+            elif example := _truncate(record.result, self.max_length, record.category, statistics):
+                statistics.sources[record.source].conversations += 1
+                statistics.sources[record.source].tokens += len(example)
+                _update(digest, example)
+                keep(example)
+            if self.limit is not None and statistics.conversations >= self.limit:
+                break
+        if not statistics.conversations:
+            raise ValueError(_nothing_left(self.sources, statistics, first_error))
+        return statistics, digest.hexdigest()
+
+
+def _update(digest: Any, example: Example) -> None:
+    digest.update(len(example).to_bytes(8, "little"))
+    digest.update(example.input_ids.numpy().tobytes())
+    digest.update(example.loss_mask.numpy().tobytes())
 
 
 def _truncate(
@@ -136,10 +173,10 @@ def _truncate(
     return Example(input_ids.clone(), loss_mask.clone(), category) if cut else Example(input_ids, loss_mask, category)
 
 
-def _nothing_left(sources: str | Sequence[str], statistics: DataStatistics, first_error: list[ValueError]) -> str:
-    names = sources if isinstance(sources, str) else ", ".join(sources)
+def _nothing_left(sources: list[DataSource], statistics: DataStatistics, first_error: MaskError | None) -> str:
+    names = ", ".join(source.path for source in sources)
     reasons = ", ".join(f"{count} {reason}" for reason, count in statistics.skipped.most_common())
-    example = f" (the first: {first_error[0]})" if first_error else ""
+    example = f" (the first: {first_error})" if first_error else ""
     return f"{names}: got no usable conversation, skipped {reasons}{example}, expected at least one; fix the data"
 
 
@@ -173,11 +210,14 @@ def token_coverage(examples: Iterable[Example], token_ids: Tensor) -> float:
 
 def _label_counts(examples: Iterable[Example], vocab_size: int) -> Tensor:
     """int64 [V]: how often each token is under loss."""
-    labels = [example.input_ids[example.loss_mask] for example in examples]
-    counts = torch.bincount(torch.cat(labels) if labels else torch.zeros(0, dtype=torch.int64), minlength=vocab_size)
-    if len(counts) > vocab_size:
-        raise ValueError(
-            f"got token id {len(counts) - 1} in the data, expected ids below the base model's {vocab_size}; "
-            "use the tokenizer of the base model"
-        )
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    labels = (example.input_ids[example.loss_mask] for example in examples)
+    while chunk := list(islice(labels, LABELS_AT_ONCE)):
+        new = torch.bincount(torch.cat(chunk), minlength=vocab_size)
+        if len(new) > vocab_size:
+            raise ValueError(
+                f"got token id {len(new) - 1} in the data, expected ids below the base model's {vocab_size}; "
+                "use the tokenizer of the base model"
+            )
+        counts += new
     return counts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from medusa.checkpoint import write_atomically
 
 from .batching import Batch, Example, collate
 from .labels import label_positions
+from .packing import pack
 
 SHARD_EXAMPLES = 16
 INDEX_FILE = "index.json"
@@ -36,14 +37,26 @@ class HiddenSource(Protocol):
 
 @dataclass
 class OnlineHidden:
-    """Runs the base on every batch."""
+    """Runs the base on every batch. `row_length`: see `states_at`."""
 
     base: BaseModel
     num_heads: int
+    row_length: int | None = None
 
     def hidden(self, indices: Sequence[int], batch: Batch) -> Tensor:
-        states = self.base.hidden_states(batch.input_ids, batch.attention_mask)
-        return states[label_positions(batch.loss_mask, self.num_heads)]
+        return states_at(self.base, batch, label_positions(batch.loss_mask, self.num_heads), self.row_length)
+
+
+def states_at(base: BaseModel, batch: Batch, positions: Tensor, row_length: int | None) -> Tensor:
+    """The base's hidden states [n, D] at the n `positions` (bool [B, T]) of a batch, example by example.
+
+    `row_length`: pack the examples into rows of so many tokens; None: each has a row of its own.
+    """
+    if row_length is None:
+        return base.hidden_states(batch.input_ids, batch.attention_mask)[positions]
+    rows = pack(batch, row_length)
+    states = base.packed_hidden_states(rows.input_ids, rows.documents)
+    return states.flatten(0, 1)[rows.places[positions]]
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,11 @@ class CachedHidden:
         if number not in self._shards:
             layout = self.layout
             shape = (layout.num_rows(number), layout.hidden_size)
+            if not layout.is_done(number):
+                raise ValueError(
+                    f"{layout.path(number)}: got no such file or part of one, expected hidden states computed before; "
+                    "something removed them while they were in use: run the same command again to continue"
+                )
             flat = torch.empty(0, dtype=layout.dtype)  # an empty file cannot be mapped
             if shape[0]:
                 flat = torch.from_file(str(layout.path(number)), size=shape[0] * shape[1], dtype=layout.dtype)
@@ -142,7 +160,7 @@ def prepare_folder(layout: FeatureLayout, identity: str) -> int:
 
 def compute_features(
     layout: FeatureLayout,
-    base: BaseModel,
+    source: OnlineHidden,
     batch_size: int,
     shards: Sequence[int],
     progress: Callable[[int, bool], None],
@@ -151,19 +169,17 @@ def compute_features(
     for number in shards:
         is_done = layout.is_done(number)
         if not is_done:
-            examples = [layout.examples[index] for index in layout.shards[number]]
-            rows = torch.cat(_hidden_of(base, examples, layout.num_heads, batch_size)).contiguous()
-            data = rows.view(torch.uint8).numpy()
+            rows = torch.cat(list(_hidden_of(source, layout, layout.shards[number], batch_size)))
+            data = rows.contiguous().view(torch.uint8).numpy()
             write_atomically({layout.path(number): data.tofile})
         progress(layout.num_tokens(number), not is_done)
 
 
-def _hidden_of(base: BaseModel, examples: Sequence[Example], num_heads: int, batch_size: int) -> list[Tensor]:
-    """[n_i, D] of each example."""
-    results = []
-    for start in range(0, len(examples), batch_size):
-        batch = collate(examples[start : start + batch_size]).to(base.device)
-        states = base.hidden_states(batch.input_ids, batch.attention_mask)
-        reached = label_positions(batch.loss_mask, num_heads)
-        results += [states[row][reached[row]].cpu() for row in range(len(states))]
-    return results
+def _hidden_of(
+    source: OnlineHidden, layout: FeatureLayout, indices: Sequence[int], batch_size: int
+) -> Iterator[Tensor]:
+    """[n, D] of each batch, on the CPU."""
+    for start in range(0, len(indices), batch_size):
+        own = indices[start : start + batch_size]
+        batch = collate([layout.examples[i] for i in own]).to(source.base.device)
+        yield source.hidden(own, batch).cpu()

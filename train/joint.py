@@ -8,7 +8,7 @@ pass through the base per batch, however many heads: theirs meet in the hidden s
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,6 @@ class Adapter:
         self.peft_model.unload()
 
 
-@dataclass
-class AdaptedHidden:
-    """Runs the adapted base on every batch; the states carry gradients where those are wanted."""
-
-    base: BaseModel
-    num_heads: int
-
-    def hidden(self, indices: Sequence[int], batch: Batch) -> Tensor:
-        states = self.base.trainable_hidden_states(batch.input_ids, batch.attention_mask)
-        return states[label_positions(batch.loss_mask, self.num_heads)]
-
-
 @dataclass(frozen=True)
 class Joint:
     """The base's side of the objective. `teacher`: the base's own lm_head as it was, where the base is kept to what
@@ -114,7 +102,7 @@ class Joint:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for start in range(0, len(rows), self.chunk_size):
             part = slice(start, start + self.chunk_size)
-            logits = self.base.trainable_logits(hidden[rows[part]]).float()
+            logits = self.base.logits(hidden[rows[part]]).float()
             ids, probs = targets.ids[part], targets.probs[part]
             loss = -(probs * F.log_softmax(logits, dim=-1).gather(1, ids)).sum()
             if torch.is_grad_enabled():
@@ -125,7 +113,7 @@ class Joint:
     def _before(self, batch: Batch, rows: Tensor) -> Targets:
         """What the base expected at `rows` before it was adapted."""
         assert self.teacher is not None
-        with self.adapter.peft_model.disable_adapter():
+        with torch.no_grad(), self.adapter.peft_model.disable_adapter():
             states = self.base.hidden_states(batch.input_ids, batch.attention_mask)
         return self.teacher.targets(states[label_positions(batch.loss_mask, self.num_heads)][rows], self.chunk_size)
 

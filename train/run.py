@@ -6,11 +6,9 @@ it was run, metrics, a summary, and the checkpoint that an interrupted run conti
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,19 +27,20 @@ from medusa.fingerprint import fingerprint, full_fingerprint
 from medusa.heads import MedusaHeads
 from medusa.progress import StageProgress
 
-from .batching import Example, split_holdout
+from .batching import split_holdout
 from .config import TrainConfig, load_config
-from .dataset import TokenizedDataset, build_dataset, frequent_tokens, token_coverage
+from .dataset import TokenizedDataset, frequent_tokens, load_data, token_coverage
 from .evaluation import restore_best
 from .faults import check_free_disk, memory_advice
 from .features import CachedHidden, FeatureLayout, HiddenSource, OnlineHidden, compute_features, prepare_folder
 from .forward_speed import choose_throughput
-from .joint import AdaptedHidden, Adapter, Joint, merge_saved
+from .joint import Adapter, Joint, merge_saved
 from .labels import draft_index
 from .lock import claim_folder
 from .loop import train_loop
 from .loss import NUM_SUMS
 from .metrics import MetricsFile
+from .mixture import mix
 from .record import record_start
 from .schedule import StepPlan
 from .state import TrainState, Window, flat_settings, load_state
@@ -93,6 +92,10 @@ class Folders:
         return self.training / "features"
 
     @property
+    def tokens(self) -> Path:
+        return self.training / "tokens"
+
+    @property
     def summary(self) -> Path:
         return self.training / "summary.json"
 
@@ -117,9 +120,7 @@ def _train(config: TrainConfig, accelerator: Accelerator, folders: Folders, cons
     config = resolve_dtype(config, accelerator.device)
     base, reference = _load_base(config, accelerator.device)
     before = full_fingerprint(base.model)
-    data = build_dataset(
-        config.data.path, base.tokenizer, config.data.max_length, config.data.on_bad_record, config.data.limit, console
-    )
+    data = load_data(config.data, base.tokenizer, folders.tokens, accelerator.is_main_process, console)
     run = _prepare(config, accelerator, base, reference, data, folders, console)
     if run.state.counters.stop_reason and folders.summary.exists() and (folders.heads / "config.json").exists():
         _say(console, f"finished already: {folders.heads}; delete it or set another train.output_dir to train anew")
@@ -155,6 +156,7 @@ def _train(config: TrainConfig, accelerator: Accelerator, folders: Folders, cons
             info = replace(info, adapter=merge_saved(plain, folders.heads / ADAPTER_FOLDER, merged))
         save_heads(folders.heads, run.state.heads, info)
         _write_json(folders.summary, asdict(result))
+        shutil.rmtree(folders.tokens, ignore_errors=True)
         if not config.train.keep_hidden_states:
             shutil.rmtree(folders.features, ignore_errors=True)
     accelerator.wait_for_everyone()
@@ -212,11 +214,13 @@ def _prepare(
             f"{base.name!r} was made for; set data.max_length to {base.max_positions} or less"
         )
     training, held_out = split_holdout(len(data), config.data.holdout_fraction, config.train.seed)
-    lengths = [data.lengths[i] for i in training] if config.data.group_by_length else None
-    heads = _new_heads(config, base, [data[i] for i in training], console)
+    lengths = data.lengths if config.data.group_by_length else None
+    mixture = mix(training, data.statistics.sources, config.train.seed)
+    heads = _new_heads(config, base, data, training, console)
     identity = flat_settings(config.model_dump(mode="json")) | {
         "base fingerprint": reference.fingerprint,
-        "data fingerprint": data_fingerprint(data.examples),
+        "data fingerprint": data.fingerprint,
+        "conversations of each source in an epoch": mixture.counts,
         # Per process, so that a run may go on with another number of processes and the same batches.
         "conversations per batch (optim.batch_size x processes)": config.optim.batch_size * accelerator.num_processes,
     }
@@ -237,12 +241,12 @@ def _prepare(
         config=config,
         accelerator=accelerator,
         state=state,
-        source=OnlineHidden(base, config.heads.num_heads),
+        source=_online(config, base),
         teacher=teacher,
         joint=_joint(config, base, adapter) if adapter else None,
         examples=data.examples,
         held_out=held_out,
-        plan=StepPlan(training, lengths, config.optim, config.train.seed, accelerator.num_processes),
+        plan=StepPlan(mixture, lengths, config.optim, config.train.seed, accelerator.num_processes),
         base_to_draft=draft_index(heads.draft_token_ids, base.vocab_size).to(accelerator.device),
         checkpoint=folders.checkpoint,
         identity=identity,
@@ -257,13 +261,15 @@ def _prepare(
 
 
 def _new_heads(
-    config: TrainConfig, base: BaseModel, examples: Sequence[Example], console: Console | None
+    config: TrainConfig, base: BaseModel, data: TokenizedDataset, training: list[int], console: Console | None
 ) -> MedusaHeads:
     settings = config.heads
     ids: Tensor | None = None
     if settings.draft_vocab_size is not None:
+        examples = (data[i] for i in training)
         ids = frequent_tokens(examples, settings.draft_vocab_size, base.vocab_size, sorted(base.eos_token_ids))
-        _say(console, f"draft vocab    {len(ids):,} tokens, {token_coverage(examples, ids):.2%} of those under loss")
+        coverage = token_coverage((data[i] for i in training), ids)
+        _say(console, f"draft vocab    {len(ids):,} tokens, {coverage:.2%} of those under loss")
     design = HeadsConfig(
         num_heads=settings.num_heads,
         num_layers=settings.num_layers,
@@ -313,12 +319,14 @@ def _optimizer(config: TrainConfig, heads: MedusaHeads, adapter: Adapter | None)
     return torch.optim.AdamW(groups, lr=config.optim.lr, betas=config.optim.betas)
 
 
+def _online(config: TrainConfig, base: BaseModel) -> OnlineHidden:
+    return OnlineHidden(base, config.heads.num_heads, config.data.max_length if config.data.packing else None)
+
+
 def _source(run: Run, base: BaseModel, folders: Folders, console: Console | None) -> HiddenSource:
     config, accelerator = run.config, run.accelerator
-    if run.joint:
-        return AdaptedHidden(base, config.heads.num_heads)
     if not config.train.cache_hidden_states:
-        return OnlineHidden(base, config.heads.num_heads)
+        return _online(config, base)
     layout = FeatureLayout(folders.features, run.examples, config.heads.num_heads, base.hidden_size, base.dtype)
     names = ("base fingerprint", "data fingerprint", "model.dtype", "heads.num_heads")
     identity = json.dumps({name: run.identity[name] for name in names}, sort_keys=True)
@@ -335,7 +343,7 @@ def _source(run: Run, base: BaseModel, folders: Folders, console: Console | None
             done, computed = done + tokens, computed + tokens * is_new
             bar.update(done, f"{computed / (time.perf_counter() - began):,.0f} tokens/s")
 
-        compute_features(layout, base, config.optim.batch_size, own, progress)
+        compute_features(layout, _online(config, base), config.optim.batch_size, own, progress)
     accelerator.wait_for_everyone()
     return CachedHidden(layout)
 
@@ -355,16 +363,6 @@ def _result(run: Run, folders: Folders, features_seconds: float, held_out: dict[
         held_out=held_out,
         **run.throughput.measures(counters.tokens, counters.labels, counters.seconds),
     )
-
-
-def data_fingerprint(examples: Sequence[Example]) -> str:
-    """sha256 (hex) of all token ids and loss masks."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(len(example).to_bytes(8, "little"))
-        digest.update(example.input_ids.numpy().tobytes())
-        digest.update(example.loss_mask.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

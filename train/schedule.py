@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from .batching import batch_order
 from .config import JointConfig, OptimConfig, TrainConfig
+from .mixture import Mixture
 
 
 @dataclass
 class StepPlan:
-    """`examples`: indices trained on. `lengths`: tokens of each; None shuffles plainly. `world_size`: processes."""
+    """`mixture`: the examples of each epoch. `lengths`: int64 [N], tokens of all examples of the data; None shuffles
+    plainly. `world_size`: processes."""
 
-    examples: Sequence[int]
-    lengths: Sequence[int] | None
+    mixture: Mixture
+    lengths: np.ndarray | None
     optim: OptimConfig
     seed: int
     world_size: int
@@ -23,7 +26,7 @@ class StepPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        batches = math.ceil(len(self.examples) / (self.optim.batch_size * self.world_size))
+        batches = math.ceil(self.mixture.num_per_epoch / (self.optim.batch_size * self.world_size))
         return math.ceil(batches / self.optim.gradient_accumulation)
 
     @property
@@ -43,8 +46,9 @@ class StepPlan:
 
     def _steps_of(self, epoch: int) -> list[list[list[int]]]:
         size = self.optim.batch_size * self.world_size
-        order = batch_order(len(self.examples), self.lengths, size, self.seed, epoch)
-        batches = [[self.examples[i] for i in batch] for batch in order]
+        examples = self.mixture.epoch(epoch)
+        lengths = None if self.lengths is None else self.lengths[examples]
+        batches = [examples[batch].tolist() for batch in batch_order(len(examples), lengths, size, self.seed, epoch)]
         group = self.optim.gradient_accumulation
         return [batches[i : i + group] for i in range(0, len(batches), group)]
 

@@ -32,7 +32,9 @@ FREE_SETTINGS = {
     "train.tracker_project",
     "data.on_bad_record",
     "optim.batch_size",  # a batch of all processes is part of the identity instead
-    "data.path",
+    "data.path",  # a fingerprint of the tokens, and the weights, are
+    "data.num_workers",
+    "data.streaming",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Run:
     source: HiddenSource
     teacher: Teacher | None
     joint: Joint | None
-    examples: list[Example]
+    examples: Sequence[Example]
     held_out: list[int]
     plan: StepPlan
     base_to_draft: Tensor

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from medusa.train.conversation import BadRecord, read_conversations
+from medusa.train.conversation import BadRecord, read_conversations, read_records
 
 USER, ANSWER = {"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "hi"}
 GOOD = json.dumps({"messages": [USER, ANSWER]})
@@ -188,6 +188,44 @@ def test_hub_names_go_through_datasets_and_local_paths_win(tmp_path, monkeypatch
     (tmp_path / "org").mkdir()
     write(tmp_path / "org" / "chats", GOOD)
     assert len(list(read_conversations("org/chats"))) == 1 and len(asked) == 1
+
+
+def test_streaming_asks_the_hub_for_no_more_than_is_used(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    made = []
+
+    def rows():
+        for number in range(10**6):
+            made.append(number)
+            yield json.loads(GOOD)
+
+    def load_dataset(name, split, streaming):
+        assert (name, split, streaming) == ("org/chats", "train", True)
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    records = read_records(["org/chats"], streaming=True)
+    assert [next(records)[1].where for _ in range(3)] == [f"org/chats:train:{n}" for n in (1, 2, 3)]
+    records.close()
+    assert len(made) < 10
+
+
+def test_a_connection_that_breaks_off_is_one_line(monkeypatch):
+    class HTTPError(Exception): ...
+
+    def load_dataset(name, split):
+        yield json.loads(GOOD)
+        raise HTTPError("read timed out\nlong trace")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ValueError, match=r"^org/chats:train: got HTTPError \(read timed out\) behind row 1, expected"):
+        list(read_conversations("org/chats"))
+
+
+def test_a_missing_file_shows_before_another_is_read(tmp_path):
+    first, last = write(tmp_path / "a.jsonl", "{"), str(tmp_path / "gone.jsonl")
+    with pytest.raises(ValueError, match=r"gone\.jsonl: got no such file"):
+        next(read_records([first, last]))
 
 
 def test_hub_failures_say_what_to_do(monkeypatch):

@@ -42,7 +42,7 @@ def test_examples_keep_order_and_category_across_chunks(write, tokenizer):
         f"answer {i}<|im_end|>" for i in (0, 255, 256, 599)
     ]
     assert [example.category for example in dataset][:4] == ["c0", "c1", "c2", "c0"]
-    assert dataset.lengths == [len(example) for example in dataset]
+    assert dataset.lengths.tolist() == [len(example) for example in dataset]
 
 
 def test_exact_ids_are_used_as_they_are_and_need_no_template(write, tokenizer):
@@ -72,7 +72,8 @@ def test_truncation_is_from_the_right_and_counted(write, tokenizer):
     long = {"prompt_ids": [9] * 6, "answer_ids": list(range(10, 20))}
     only_prompt = {"prompt_ids": [9] * 8, "answer_ids": [10]}
     exactly = {"prompt_ids": [9] * 6, "answer_ids": [10, END]}
-    dataset = build_dataset(write(long, only_prompt, exactly), tokenizer, max_length=8)
+    source = write(long, only_prompt, exactly)
+    dataset = build_dataset(source, tokenizer, max_length=8)
     assert [example.input_ids.tolist() for example in dataset] == [[9] * 6 + [10, 11], [9] * 6 + [10, END]]
     statistics = dataset.statistics
     assert statistics.to_dict() == {
@@ -84,6 +85,7 @@ def test_truncation_is_from_the_right_and_counted(write, tokenizer):
         "truncated_tokens": 8,
         "loss_share": 0.25,
         "skipped": {NO_LABELS: 1},
+        "sources": [{"path": source, "weight": 1.0, "conversations": 2, "tokens": 16}],
     }
 
 

@@ -45,8 +45,8 @@ def layout(tmp_path):
 
 
 def compute(layout, base, shards=None):
-    done = []
-    compute_features(layout, base, 4, shards or range(len(layout.shards)), lambda *news: done.append(news))
+    done, shards = [], shards or range(len(layout.shards))
+    compute_features(layout, OnlineHidden(base, K), 4, shards, lambda *news: done.append(news))
     return done
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from medusa.train.config import OptimConfig
+from medusa.train.mixture import Mixture, Part
 from medusa.train.schedule import StepPlan, learning_rate
 
 
 def make_plan(num=23, world_size=1, **optim):
     settings = {"batch_size": 4, "gradient_accumulation": 2, "epochs": 3} | optim
-    return StepPlan([2 * i for i in range(num)], None, OptimConfig(**settings), 0, world_size)
+    mixture = Mixture([Part(np.arange(num) * 2, num)], 0)
+    return StepPlan(mixture, None, OptimConfig(**settings), 0, world_size)
 
 
 def test_each_epoch_is_every_example_once():
@@ -20,7 +23,7 @@ def test_each_epoch_is_every_example_once():
         steps = range(3 * epoch, 3 * epoch + 3)
         assert {plan.epoch(step) for step in steps} == {epoch}
         batches = [batch for step in steps for batch in plan.batches(step)]
-        assert sorted(sum(batches, [])) == plan.examples
+        assert sorted(sum(batches, [])) == list(range(0, 46, 2))
         assert [len(plan.batches(step)) for step in steps] == [2, 2, 2]
     assert plan.batches(0) != plan.batches(3)
 

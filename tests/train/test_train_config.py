@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa.train.config import TrainConfig, load_config
+from medusa.train.config import DataSource, TrainConfig, as_sources, load_config
 from medusa.train.run import resolve_dtype
 
 
@@ -35,6 +35,18 @@ def test_overrides_are_typed_by_the_setting(config_file):
         ("heads.lm_head=tied", r"heads\.lm_head: got 'tied', expected 'own' or 'shared'"),
         ("model.dtype=float16", r"model\.dtype: got 'float16', expected 'auto', 'float32' or 'bfloat16'"),
         ("model.base=null", r"model\.base: got None, expected a valid string"),
+        ("data.path=[]", r"data\.path: got \[\], expected a file, a Hub name, or a list"),
+        ("data.path=3", r"data\.path: got 3, expected a file, a Hub name, or a list"),
+        ("data.path=[3]", r"data\.path\.0: got 3, expected a path or \{path: \.\.\., weight: \.\.\.\}"),
+        ("data.path=[a, {path: b, weight: 0}]", r"data\.path\.1\.weight: got 0, expected greater than 0"),
+        ("data.path=[{path: b, weight: -1}]", r"data\.path\.0\.weight: got -1, expected greater than 0"),
+        ("data.path=[{path: b, weight: .inf}]", r"data\.path\.0\.weight: got inf, expected a finite number"),
+        ("data.path=[{path: b, weight: lots}]", r"data\.path\.0\.weight: got 'lots', expected a valid number"),
+        ("data.path=[{weight: 1}]", r"data\.path\.0\.path is not set"),
+        ("data.path=[{path: b, wieght: 1}]", r"unknown setting data\.path\.0\.wieght; expected one of path, weight"),
+        ("data.num_workers=0", r"data\.num_workers: got 0, expected greater than or equal to 1"),
+        ("data.packing=often", r"data\.packing: got 'often', expected a valid boolean"),
+        ("data.stream=true", r"unknown setting data\.stream; did you mean data\.streaming\?"),
         ("optim.lr", "got no setting, expected section.key=value"),
         ("lr=1", "got no setting, expected section.key=value"),
         ("optim.lr=[", "got a value that is no YAML"),
@@ -44,6 +56,13 @@ def test_a_wrong_override_is_one_clear_line(config_file, override, message):
     with pytest.raises(ValueError, match=message) as caught:
         load_config(config_file(), [override])
     assert "\n" not in str(caught.value)
+
+
+def test_sources_may_have_weights(config_file):
+    config = load_config(config_file(), ["data.path=[a.jsonl, {path: b.jsonl, weight: 2}]"])
+    assert config.data.path == ["a.jsonl", DataSource(path="b.jsonl", weight=2.0)]
+    assert [source.weight for source in as_sources(config.data.path)] == [1.0, 2.0]
+    assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 def test_wrong_files(tmp_path):
