@@ -178,6 +178,7 @@ def test_bench_writes_the_contract(workspace, tmp_path, capsys):
         ("train --config {config} optim.lrr=1", "did you mean optim.lr?"),
         ("distill --base {base} --out {heads}", "exactly one of --prompts FILE and --self-prompt N"),
         ("inspect tree --heads nowhere", "nowhere: got no such directory"),
+        ("inspect run nowhere", "nowhere: got no such directory"),
         ("inspect data --base {base} --data nowhere.jsonl", "nowhere.jsonl: got no such file"),
     ],
 )
@@ -203,6 +204,7 @@ def test_every_command_explains_itself(capsys):
         "inspect data",
         "inspect heads",
         "inspect tree",
+        "inspect run",
     ):
         assert run([*command.split(), "--help"]) == 0
         assert "Usage: medusa" in capsys.readouterr().out

@@ -80,7 +80,7 @@ def test_every_command_of_the_program_is_in_the_readme(readme):
     used = {tuple(shlex.split(line, comments=True)[1:3]) for line in commands(readme) if line.startswith("medusa ")}
     names = {first for first, _ in used} | {f"{first} {second}" for first, second in used}
     assert {"distill", "train", "eval", "calibrate", "generate", "bench"} <= names
-    assert {"inspect data", "inspect heads", "inspect tree"} <= names
+    assert {"inspect data", "inspect run", "inspect heads", "inspect tree"} <= names
 
 
 def test_every_config_loads_and_trains(repo_root, tmp_path, tiny_base_dir):

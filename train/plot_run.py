@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def plot_run(report: RunReport, path: Path) -> Path:
     num_panels = 3 if report.evaluations else 2
     figure = Figure(figsize=(5.2 * num_panels, 4.6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, num_panels)
+    panels = figure.subplots(1, num_panels, sharex=True)
     _draw_heads(panels[0], report, "head_loss", 1.0)
     _draw_heads(panels[1], report, "head_top1", 100.0)
     panels[0].set_title("Loss of each head", loc="left", color=INK, fontsize=11)
@@ -47,9 +48,13 @@ def plot_run(report: RunReport, path: Path) -> Path:
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """Mean of each value and the `width` - 1 before it, fewer at the start."""
-    windows = [values[max(0, end - width) : end] for end in range(1, len(values) + 1)]
-    return [sum(window) / len(window) for window in windows]
+    """Mean of each value and of those up to `width` // 2 before and after it; both ends are as near as they can be."""
+    sums = [0.0, *accumulate(values)]
+    spans = []
+    for at in range(len(values)):
+        reach = min(width // 2, at, len(values) - 1 - at)
+        spans.append((at - reach, at + reach + 1))
+    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
 
 
 def _draw_heads(axes: Any, report: RunReport, name: str, scale: float) -> None:
@@ -93,6 +98,7 @@ def _draw_tau(axes: Any, report: RunReport) -> None:
 
 
 def _style(axes: Any) -> None:
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", color=FAINT, linewidth=0.5, alpha=0.6)
     axes.set_axisbelow(True)
     for side in ("right", "top"):

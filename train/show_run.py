@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .run_report import Record, RunReport
 
@@ -23,7 +24,7 @@ def show_run(report: RunReport, console: Console) -> None:
     facts.add_column(no_wrap=True, style="bold")
     facts.add_column(overflow="fold")
     for name, value in _facts(report):
-        facts.add_row(name, value)
+        facts.add_row(name, Text(value))  # as it is: brackets are no markup
     console.print(facts)
     if heads := _heads_table(report):
         console.print(heads)

@@ -77,7 +77,7 @@ class Throughput:
             parts.append(f"MFU {found['mfu']:.1%}")
         if "share_of_forward" in found:
             parts.append(f"{found['share_of_forward']:.2f} of the bare forward")
-        return ", ".join([*parts, f"{found['peak_memory_bytes'] / 1e9:.1f} GB"])
+        return ", ".join([*parts, f"peak {found['peak_memory_bytes'] / 1e9:.1f} GB"])
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

@@ -71,3 +71,22 @@ def read_metrics(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
     return read
+
+
+@pytest.fixture
+def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """break_at(n, error): the n-th micro-batch from now on fails, once."""
+    from medusa.train import loop
+
+    def arm(number: int, error: Exception | None = None) -> None:
+        forward, calls = loop.forward, []
+
+        def failing(run: Any, indices: list[int]) -> Any:
+            calls.append(indices)
+            if len(calls) == number:
+                raise error or RuntimeError("broken off")
+            return forward(run, indices)
+
+        monkeypatch.setattr(loop, "forward", failing)
+
+    return arm

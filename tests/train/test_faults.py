@@ -7,7 +7,6 @@ import torch
 from safetensors import SafetensorError
 
 from medusa.train import features as features_module
-from medusa.train import loop as loop_module
 from medusa.train import state as state_module
 from medusa.train.faults import memory_advice
 from medusa.train.run import train
@@ -32,17 +31,9 @@ def test_other_faults_are_left_as_they_are():
         raise RuntimeError("something else")
 
 
-def test_out_of_memory_in_the_middle_leaves_a_run_that_goes_on(make_config, monkeypatch, read_metrics):
-    forward, calls = loop_module.forward, []
-
-    def failing(run, indices):
-        calls.append(indices)
-        if len(calls) == 8:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(run, indices)
-
+def test_out_of_memory_in_the_middle_leaves_a_run_that_goes_on(make_config, break_at, read_metrics):
     settings = {"train__save_every": 3, "optim__epochs": 2}
-    monkeypatch.setattr(loop_module, "forward", failing)
+    break_at(8, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(RuntimeError, match="out of memory while training"):
         train(make_config("broken", **settings))
     train(make_config("broken", **settings))
