@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,11 +39,16 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-@torch.no_grad()
 def full_fingerprint(model: nn.Module) -> str:
     """sha256 (hex) over every parameter and saved buffer, bit for bit: equal before and after means untouched."""
+    return tensors_fingerprint(model.state_dict())
+
+
+@torch.no_grad()
+def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 (hex) over names, dtypes, shapes and every bit."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()

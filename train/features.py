@@ -29,9 +29,13 @@ INDEX_FILE = "index.json"
 
 
 class HiddenSource(Protocol):
-    """hidden(indices, batch) -> [n, D] on the batch's device; `batch` is the examples of `indices`, collated."""
+    """hidden(indices, batch) -> [n, D] on the batch's device; `batch` is the examples of `indices`, collated.
+
+    idle(): takes part in a batch of which only other processes have examples; a sharded base needs them all."""
 
     def hidden(self, indices: Sequence[int], batch: Batch) -> Tensor: ...
+
+    def idle(self) -> None: ...
 
 
 @dataclass
@@ -44,6 +48,10 @@ class OnlineHidden:
     def hidden(self, indices: Sequence[int], batch: Batch) -> Tensor:
         states = self.base.hidden_states(batch.input_ids, batch.attention_mask)
         return states[label_positions(batch.loss_mask, self.num_heads)]
+
+    def idle(self) -> None:
+        one = torch.ones(1, 1, dtype=torch.int64, device=self.base.device)
+        self.base.hidden_states(one, one.bool())
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,10 @@ class FeatureLayout:
         path = self.path(number)
         return path.exists() and path.stat().st_size == self.num_bytes(number)
 
+    def num_forwards(self, shards: Sequence[int], batch_size: int) -> int:
+        """Batches that those of `shards` need which are not there yet."""
+        return sum(-(-len(self.shards[n]) // batch_size) for n in shards if not self.is_done(n))
+
 
 class CachedHidden:
     """Reads what `compute_features` wrote. Shards are memory-mapped: a batch costs its own rows, not the set's."""
@@ -109,6 +121,9 @@ class CachedHidden:
             number, start = self.layout.places[index]
             rows.append(self._shard(number)[start : start + self.layout.positions[index]])
         return torch.cat(rows).to(batch.input_ids.device)
+
+    def idle(self) -> None:
+        """The base is not needed."""
 
     def _shard(self, number: int) -> Tensor:
         if number not in self._shards:

@@ -21,20 +21,20 @@ from typing import Any
 
 import torch
 import yaml
-from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
 from medusa.base_model import BaseModel, load_base_model
 from medusa.checkpoint import BaseReference, HeadsInfo, save_heads, write_atomically
 from medusa.config import HeadsConfig
-from medusa.fingerprint import fingerprint, full_fingerprint
+from medusa.fingerprint import fingerprint, tensors_fingerprint
 from medusa.heads import MedusaHeads
 from medusa.progress import StageProgress
 
 from .batching import Example, split_holdout
 from .config import TrainConfig, load_config
 from .dataset import TokenizedDataset, build_dataset, frequent_tokens, token_coverage
+from .distributed import Processes, local_tensors, lost_peer_advice, start_processes
 from .evaluation import restore_best
 from .faults import memory_advice
 from .features import CachedHidden, FeatureLayout, HiddenSource, OnlineHidden, compute_features, prepare_folder
@@ -95,21 +95,27 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
 
     Raises ValueError for what a user can set right, TrainingInterrupted after SIGINT or SIGTERM, NonFiniteLoss.
     """
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    console = console if accelerator.is_main_process else None
+    processes = start_processes()
+    with lost_peer_advice(processes):
+        return _train(config, processes, console if processes.is_main else None)
+
+
+def _train(config: TrainConfig, processes: Processes, console: Console | None) -> TrainResult:
     folders = Folders(Path(config.train.output_dir))
-    config = resolve_dtype(config, accelerator.device)
-    base = load_base_model(
-        config.model.base, dtype=config.model.dtype, device=accelerator.device, revision=config.model.revision
-    )
-    before = full_fingerprint(base.model)
+    config = resolve_dtype(config, processes.device)
+    device = "cpu" if processes.shards_base else processes.device  # whole it may fit no single GPU
+    base = load_base_model(config.model.base, dtype=config.model.dtype, device=device, revision=config.model.revision)
     data = build_dataset(
         config.data.path, base.tokenizer, config.data.max_length, config.data.on_bad_record, config.data.limit, console
     )
-    run, info = _prepare(config, accelerator, base, data, folders, console)
+    run, info = _prepare(config, processes, base, data, folders, console)
     if run.state.counters.stop_reason and folders.summary.exists() and (folders.heads / "config.json").exists():
         _say(console, f"finished already: {folders.heads}; delete it or set another train.output_dir to train anew")
         return TrainResult(**json.loads(folders.summary.read_text(encoding="utf-8")))
+    processes.shard_base(base)
+    before = tensors_fingerprint(local_tensors(base.model))
+    if processes.world_size > 1:
+        _say(console, f"processes      {processes.world_size}, {processes.describe(base)}")
     began = time.perf_counter()
     with memory_advice("computing hidden states"):
         run.source = _source(run, base, folders, console)
@@ -120,15 +126,15 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     held_out, counters = restore_best(run), run.state.counters
     if held_out and counters.best_step != counters.step:
         _say(console, f"keeping the heads of step {counters.best_step}: no later ones had a higher tau")
-    if full_fingerprint(base.model) != before:
+    if tensors_fingerprint(local_tensors(base.model)) != before:
         raise RuntimeError(f"base model {base.name!r} changed during training; no heads were written. This is a bug")
     result = _result(run, folders, features_seconds, held_out)
-    if accelerator.is_main_process:
+    if processes.is_main:
         save_heads(folders.heads, run.state.heads, info)
         _write_json(folders.summary, asdict(result))
         if not config.train.keep_hidden_states:
             shutil.rmtree(folders.features, ignore_errors=True)
-    accelerator.wait_for_everyone()
+    processes.barrier()
     return result
 
 
@@ -149,7 +155,7 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 
 def _prepare(
     config: TrainConfig,
-    accelerator: Accelerator,
+    processes: Processes,
     base: BaseModel,
     data: TokenizedDataset,
     folders: Folders,
@@ -164,16 +170,16 @@ def _prepare(
         )
     training, held_out = split_holdout(len(data), config.data.holdout_fraction, config.train.seed)
     lengths = [data.lengths[i] for i in training] if config.data.group_by_length else None
-    heads = _new_heads(config, base, [data[i] for i in training], console)
+    heads = _new_heads(config, base, processes.device, [data[i] for i in training], console)
     info = HeadsInfo(BaseReference(base.name, fingerprint(base.model), base.revision))
     identity = flat_settings(config.model_dump(mode="json")) | {
         "base fingerprint": info.base_model.fingerprint,
         "data fingerprint": data_fingerprint(data.examples),
         # Per process, so that a run may go on with another number of processes and the same batches.
-        "conversations per batch (optim.batch_size x processes)": config.optim.batch_size * accelerator.num_processes,
+        "conversations per batch (optim.batch_size x processes)": config.optim.batch_size * processes.world_size,
     }
-    state = TrainState(heads, _optimizer(config, heads))
-    state.window = Window(torch.zeros(config.heads.num_heads, NUM_SUMS, dtype=torch.float64, device=accelerator.device))
+    state = TrainState(heads, processes.optimizer(_optimizer(config, heads), config.optim.max_grad_norm))
+    state.window = Window(torch.zeros(config.heads.num_heads, NUM_SUMS, dtype=torch.float64, device=processes.device))
     if folders.checkpoint.exists():
         load_state(folders.checkpoint, state, identity)
         _say(console, f"continuing {folders.heads} after step {state.counters.step}")
@@ -182,30 +188,30 @@ def _prepare(
             f"{folders.heads}: got heads already, of no run that can be continued, expected a new or unfinished output "
             "directory; delete it or set another train.output_dir"
         )
-    accelerator.wait_for_everyone()
+    processes.barrier()
     run = Run(
         config=config,
-        accelerator=accelerator,
+        processes=processes,
         state=state,
         source=OnlineHidden(base, config.heads.num_heads),
         teacher=_teacher(config, base, heads),
         examples=data.examples,
         held_out=held_out,
-        plan=StepPlan(training, lengths, config.optim, config.train.seed, accelerator.num_processes),
-        base_to_draft=draft_index(heads.draft_token_ids, base.vocab_size).to(accelerator.device),
+        plan=StepPlan(training, lengths, config.optim, config.train.seed, processes.world_size),
+        base_to_draft=draft_index(heads.draft_token_ids, base.vocab_size).to(processes.device),
         checkpoint=folders.checkpoint,
         identity=identity,
         metrics=None,
         report=lambda progress, status: None,
     )
-    if accelerator.is_main_process:
+    if processes.is_main:
         _write_records(config, folders)
         run.metrics = MetricsFile(folders.training / "metrics.jsonl", state.counters.step)
     return run, info
 
 
 def _new_heads(
-    config: TrainConfig, base: BaseModel, examples: Sequence[Example], console: Console | None
+    config: TrainConfig, base: BaseModel, device: torch.device, examples: Sequence[Example], console: Console | None
 ) -> MedusaHeads:
     settings = config.heads
     ids: Tensor | None = None
@@ -220,7 +226,7 @@ def _new_heads(
         lm_head=settings.lm_head,
         draft_vocab_size=settings.draft_vocab_size,
     )
-    heads = MedusaHeads(design, ids).to(base.device)  # float32, whatever the base's dtype
+    heads = MedusaHeads(design, ids).to(device)  # float32, whatever the base's dtype
     heads.init_from_lm_head(base.lm_head_weight)
     if settings.lm_head == "shared":
         heads.shared_projection.to(base.dtype)
@@ -238,6 +244,8 @@ def _teacher(config: TrainConfig, base: BaseModel, heads: MedusaHeads) -> Teache
         weight = weight[rows]
     if bias is not None and rows is not None:
         bias = bias[rows]
+    device = next(heads.parameters()).device
+    weight, bias = weight.to(device), None if bias is None else bias.to(device)
     return Teacher(weight, bias, base.finish_logits, config.loss.num_target_tokens)
 
 
@@ -249,17 +257,19 @@ def _optimizer(config: TrainConfig, heads: MedusaHeads) -> torch.optim.AdamW:
 
 
 def _source(run: Run, base: BaseModel, folders: Folders, console: Console | None) -> HiddenSource:
-    config, accelerator = run.config, run.accelerator
+    config, processes = run.config, run.processes
     if not config.train.cache_hidden_states:
         return OnlineHidden(base, config.heads.num_heads)
     layout = FeatureLayout(folders.features, run.examples, config.heads.num_heads, base.hidden_size, base.dtype)
     names = ("base fingerprint", "data fingerprint", "model.dtype", "heads.num_heads")
     identity = json.dumps({name: run.identity[name] for name in names}, sort_keys=True)
-    if accelerator.is_main_process:
+    if processes.is_main:
         missing = prepare_folder(layout, identity)
         _say(console, f"hidden states  {missing / 1e6:,.0f} MB to compute into {folders.features}")
-    accelerator.wait_for_everyone()
-    own = range(accelerator.process_index, len(layout.shards), accelerator.num_processes)
+    processes.barrier()
+    own = range(processes.rank, len(layout.shards), processes.world_size)
+    forwards = layout.num_forwards(own, config.optim.batch_size)
+    most_forwards = processes.largest(forwards)
     began, done, computed = time.perf_counter(), 0, 0
     with StageProgress("Hidden states", sum(layout.num_tokens(n) for n in own), console) as bar:
 
@@ -269,7 +279,9 @@ def _source(run: Run, base: BaseModel, folders: Folders, console: Console | None
             bar.update(done, f"{computed / (time.perf_counter() - began):,.0f} tokens/s")
 
         compute_features(layout, base, config.optim.batch_size, own, progress)
-    accelerator.wait_for_everyone()
+    for _ in range(most_forwards - forwards):
+        run.source.idle()
+    processes.barrier()
     return CachedHidden(layout)
 
 

@@ -15,10 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.optim import Optimizer
 
 from medusa.checkpoint import write_atomically
 from medusa.heads import MedusaHeads
+
+from .optimizer import RunOptimizer
 
 # Settings that may change between a run and its continuation without changing the heads that come out.
 FREE_SETTINGS = {
@@ -63,15 +64,19 @@ class Window:
 @dataclass
 class TrainState:
     heads: MedusaHeads
-    optimizer: Optimizer
+    optimizer: RunOptimizer
     counters: Counters = field(default_factory=Counters)
     window: Window = field(default_factory=lambda: Window(torch.zeros(0, 5)))
 
 
-def save_state(path: Path, state: TrainState, identity: dict[str, Any]) -> None:
-    """`identity`: settings and fingerprints that a continuation must share (flat, JSON)."""
+def save_state(path: Path, state: TrainState, identity: dict[str, Any], writes: bool = True) -> None:
+    """`identity`: settings and fingerprints that a continuation must share (flat, JSON). All processes call it, for
+    the optimizer's state may have to be gathered; one of them writes."""
+    optimizer_state = state.optimizer.state_dict()["state"]
+    if not writes:
+        return
     tensors = {f"heads.{name}": tensor for name, tensor in state.heads.state_dict().items()}
-    for index, moments in state.optimizer.state_dict()["state"].items():
+    for index, moments in optimizer_state.items():
         tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
     tensors["window.sums"] = state.window.sums
     window = {name: value for name, value in vars(state.window).items() if name != "sums"}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from .batching import Batch, Example, collate, shard
 from .config import TrainConfig
+from .distributed import Processes
 from .features import HiddenSource
 from .labels import gather_labels
 from .loss import NUM_SUMS, HeadScores, LossSettings, accumulate_gradients, head_weights
@@ -29,7 +29,7 @@ class Run:
     held-out ones included. `report(progress 0..1, status)`."""
 
     config: TrainConfig
-    accelerator: Accelerator
+    processes: Processes
     state: TrainState
     source: HiddenSource
     teacher: Teacher | None
@@ -54,12 +54,13 @@ class Forward:
 
 def forward(run: Run, indices: list[int]) -> Forward:
     """This process's share of a global batch; gradients unless no_grad."""
-    config, accelerator, heads = run.config, run.accelerator, run.state.heads
+    config, processes, heads = run.config, run.processes, run.state.heads
     num_heads = config.heads.num_heads
-    own = shard(indices, accelerator.process_index, accelerator.num_processes)
+    own = shard(indices, processes.rank, processes.world_size)
     if not own:
+        run.source.idle()
         return Forward(HeadScores(zero_sums(run), torch.empty(0, num_heads, dtype=torch.int64)), None, [])
-    batch = collate([run.examples[i] for i in own]).to(accelerator.device)
+    batch = collate([run.examples[i] for i in own]).to(processes.device)
     labels = gather_labels(batch.input_ids, batch.loss_mask, num_heads, run.base_to_draft)
     hidden, loss = run.source.hidden(own, batch), config.loss
     settings = LossSettings(
@@ -75,9 +76,4 @@ def forward(run: Run, indices: list[int]) -> Forward:
 
 
 def zero_sums(run: Run) -> Tensor:
-    return torch.zeros(run.config.heads.num_heads, NUM_SUMS, dtype=torch.float64, device=run.accelerator.device)
-
-
-def reduce(run: Run, tensor: Tensor) -> Tensor:
-    """Sum over processes."""
-    return run.accelerator.reduce(tensor, reduction="sum")
+    return torch.zeros(run.config.heads.num_heads, NUM_SUMS, dtype=torch.float64, device=run.processes.device)
