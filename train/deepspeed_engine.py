@@ -89,12 +89,13 @@ class ZeroOptimizer:
     def state_dict(self) -> dict[str, Any]:
         if not self.engine.optimizer.state:
             return {"state": {}}  # not a single step yet
+        self._link_moments()
         states: dict[int, dict[str, Tensor]] = {}
         for index, parameter in enumerate(self.engine_parameters):
             moments = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
             if self.rank == 0:
-                steps = next(iter(self.engine.optimizer.state.values()))["step"]
-                states[index] = {"step": steps.cpu()} | {name: tensor.cpu() for name, tensor in moments.items()}
+                step = next(iter(self.engine.optimizer.state.values()))["step"]
+                states[index] = {"step": step.clone()} | {name: tensor.cpu() for name, tensor in moments.items()}
         return {"state": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -102,15 +103,21 @@ class ZeroOptimizer:
         zero.refresh_fp32_params()  # from the parameters that were loaded
         if not state["state"]:
             return
-        for group, parameters in zip(zero.param_groups, zero.bit16_groups, strict=True):
+        for group in zero.param_groups:
             (partition,) = group["params"]
             moments = {name: torch.zeros_like(partition) for name in MOMENTS}
             zero.state[partition] = {"step": state["state"][0]["step"].clone(), **moments}
-            lazy_init_hp_params_optimizer_state(parameters, partition, zero.state)
+        self._link_moments()
         for index, parameter in enumerate(self.engine_parameters):
             for name in MOMENTS:
                 value = state["state"][index][name].to(parameter.device)
                 safe_set_full_optimizer_state(parameter, value, name)
+
+    def _link_moments(self) -> None:
+        """Tells the parameters where in the partition their moments are; DeepSpeed itself forgets later groups."""
+        zero = self.engine.optimizer
+        for group, parameters in zip(zero.param_groups, zero.bit16_groups, strict=True):
+            lazy_init_hp_params_optimizer_state(parameters, group["params"][0], zero.state)
 
     def _share_memory(self) -> None:
         for own, engines in zip(self.parameters, self.engine_parameters, strict=True):
