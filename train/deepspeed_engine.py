@@ -145,6 +145,8 @@ def partition_base(transformer: nn.Module, config: dict[str, Any], device: torch
     """
     dtype = next(transformer.parameters()).dtype
     engine_config = _engine_config(config, 3, dtype, world_size)
+    # Else `F.linear` is replaced in the whole process, for the sake of a backward pass that the base never has.
+    engine_config["zero_optimization"]["memory_efficient_linear"] = False
     # Moves and partitions one parameter after the other, so no device ever holds the whole base.
     deepspeed.zero.Init(module=transformer, config_dict_or_path=engine_config, dtype=dtype)
     for module in transformer.modules():

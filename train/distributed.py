@@ -21,7 +21,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -108,7 +107,7 @@ class Processes:
         layers = nn.ModuleList(decoder_layers(base))
         held = sum(tensor.numel() for tensor in local_tensors(layers).values())
         total = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in layers.parameters())
-        return f"{self.strategy}: {held:,} of {total:,} parameters of the base's layers on each"
+        return f"{self.strategy}: {held:,} of {total:,} parameters of base layers each"
 
     def optimizer(self, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> RunOptimizer:
         """What steps the parameters of a fresh torch optimizer on gradients that are sums on each process."""
@@ -127,8 +126,6 @@ def start_processes() -> Processes:
     """
     strategy = _strategy()
     accelerator = Accelerator(cpu=not torch.cuda.is_available() and strategy not in ("zero2", "zero3"))
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Processes(accelerator, "ddp", 0, 1)
     if strategy in ("zero2", "zero3"):
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -136,6 +133,8 @@ def start_processes() -> Processes:
 
         unset_hf_deepspeed_config()  # else from_pretrained returns a base that nothing can be taken from any more
         strategy = checked_stage(accelerator.state.deepspeed_plugin.deepspeed_config)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Processes(accelerator, "ddp", 0, 1)
     return Processes(accelerator, strategy, dist.get_rank(), dist.get_world_size())
 
 
@@ -169,7 +168,7 @@ def _is_set(name: str) -> bool:
 def _fully_shard(base: BaseModel, device: torch.device, world_size: int) -> None:
     mesh = init_device_mesh(device.type, (world_size,))
     # Each layer is moved to the device and cut up before the next, so no device ever holds the whole base.
-    is_freed = bool(FullyShardedDataParallelPlugin().reshard_after_forward)
+    is_freed = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     for layer in decoder_layers(base):
         fully_shard(layer, mesh=mesh, reshard_after_forward=is_freed)
     fully_shard(base.model.base_model, mesh=mesh, reshard_after_forward=is_freed)
@@ -205,7 +204,7 @@ def lost_peer_advice(processes: Processes) -> Iterator[None]:
         if processes.world_size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         raise RuntimeError(
-            f"process {processes.rank} of {processes.world_size}: lost another process, which says on its own why it "
-            f"ended; the last checkpoint is intact, run the same command again to continue from it "
-            f"({str(error).splitlines()[0]})"
+            f"process {processes.rank} of {processes.world_size}: lost another process, whose own message says why it "
+            "ended; what was saved last is intact, run the same command again to continue from there "
+            f"({str(error).splitlines()[0].split('. ')[0]})"
         ) from error
