@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -91,7 +92,14 @@ def launch(strategy, jobs, *options):
     launcher += ["--config_file", f"configs/accelerate/{strategy}.yaml", "--num_processes", "2"]
     command = [*launcher, "--main_process_port", "0", *options, str(WORKER), json.dumps(jobs)]
     root = Path(__file__).resolve().parents[2]  # config files name each other from there
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=root, env=os.environ | NO_GPU)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, cwd=root, env=os.environ | NO_GPU, start_new_session=True)
+    try:
+        output, errors = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the launcher's processes too, which it would leave behind
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 @pytest.fixture(scope="module")
