@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,16 +39,24 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-@torch.no_grad()
 def full_fingerprint(model: nn.Module) -> str:
-    """sha256 (hex) over every parameter and saved buffer, bit for bit: equal before and after means untouched.
+    """sha256 (hex) over every parameter and saved buffer, bit for bit: equal before and after means untouched."""
+    return tensors_fingerprint(own_tensors(model))
 
-    What else a state dict holds is left out: bitsandbytes rounds its own scales anew now and then.
-    """
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name. What else a state dict holds is left out: bitsandbytes rounds its scales
+    anew now and then."""
+    parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    own = dict(parameters).keys() | dict(buffers).keys()
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in own}
+
+
+@torch.no_grad()
+def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 (hex) over names, dtypes, shapes and every bit."""
     digest = hashlib.sha256()
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    own = dict(model.named_parameters(remove_duplicate=False)).keys() | buffers.keys()
-    for name, tensor in sorted(item for item in model.state_dict().items() if item[0] in own):
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()

@@ -21,11 +21,10 @@ from medusa.tree import DraftTree
 
 from .labels import full_positions, label_positions
 from .metrics import base_metrics, head_metrics
-from .step import Forward, Run, forward, reduce, zero_base_sums, zero_sums
+from .step import Forward, Run, forward, zero_base_sums, zero_sums
 
 MAX_RANK = 32
 NUM_NODES = 16
-NOTHING = -2  # pads what processes exchange
 
 
 def evaluate(run: Run) -> dict[str, Any] | None:
@@ -33,7 +32,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
     `head_metrics`, `tau_chain`, `tau_16_nodes`, and both by category where the data has categories."""
     if not run.held_out:
         return None
-    size = run.config.optim.batch_size * run.accelerator.num_processes
+    size = run.config.optim.batch_size * run.processes.world_size
     categories = sorted({run.examples[i].category or "" for i in run.held_out})
     sums, base_sums, ranks = zero_sums(run), zero_base_sums(run), []
     for start in range(0, len(run.held_out), size):
@@ -42,7 +41,7 @@ def evaluate(run: Run) -> dict[str, Any] | None:
         sums += result.scores.sums
         base_sums += result.base_sums
         ranks.append(_decoded_ranks(run, result, categories))
-    means = head_metrics(reduce(run, sums)) | base_metrics(reduce(run, base_sums))
+    means = head_metrics(run.processes.reduce(sums)) | base_metrics(run.processes.reduce(base_sums))
     metrics = means | _taus(run, torch.cat(ranks), categories)
     if run.metrics:
         run.metrics.write({"kind": "eval", "step": run.state.counters.step, **metrics})
@@ -58,7 +57,7 @@ def keep_best(run: Run, metrics: dict[str, Any] | None) -> None:
     counters.evaluations_since_best = 0 if tau > counters.best_tau else counters.evaluations_since_best + 1
     if tau >= counters.best_tau:
         counters.best_tau, counters.best_step = tau, counters.step
-        if run.accelerator.is_main_process:
+        if run.processes.is_main:
             tensors = run.state.tensors()
             metadata = {"metrics": json.dumps(metrics)}
             write_atomically({_best_file(run): lambda file: save_file(tensors, file, metadata=metadata)})
@@ -66,7 +65,7 @@ def keep_best(run: Run, metrics: dict[str, Any] | None) -> None:
 
 def restore_best(run: Run) -> dict[str, Any] | None:
     """Put the best heads in place of the last ones. Returns their metrics; None where nothing was held out."""
-    run.accelerator.wait_for_everyone()
+    run.processes.barrier()
     if run.state.counters.best_step == 0:
         return None
     with safe_open(_best_file(run), framework="pt") as file:
@@ -83,7 +82,7 @@ def _decoded_ranks(run: Run, result: Forward, categories: list[str]) -> Tensor:
     """int64 [m, 1 + K]: category and ranks of this process's positions that are like those of decoding."""
     num_heads = run.config.heads.num_heads
     if result.batch is None:
-        return torch.empty(0, 1 + num_heads, dtype=torch.int64, device=run.accelerator.device)
+        return torch.empty(0, 1 + num_heads, dtype=torch.int64, device=run.processes.device)
     mask = result.batch.loss_mask
     numbers = [categories.index(run.examples[i].category or "") for i in result.indices]
     per_row = label_positions(mask, num_heads).sum(dim=1)
@@ -92,10 +91,7 @@ def _decoded_ranks(run: Run, result: Forward, categories: list[str]) -> Tensor:
 
 
 def _taus(run: Run, ranks: Tensor, categories: list[str]) -> dict[str, Any]:
-    accelerator = run.accelerator
-    padded = accelerator.pad_across_processes(ranks, dim=0, pad_index=NOTHING)
-    ranks = accelerator.gather(padded)
-    ranks = ranks[ranks[:, 0] != NOTHING].cpu()
+    ranks = run.processes.gather(ranks).cpu()
     taus = _tau(ranks[:, 1:])
     if categories != [""]:
         parts = {name or "none": _tau(ranks[ranks[:, 0] == i, 1:]) for i, name in enumerate(categories)}

@@ -30,9 +30,13 @@ INDEX_FILE = "index.json"
 
 
 class HiddenSource(Protocol):
-    """hidden(indices, batch) -> [n, D] on the batch's device; `batch` is the examples of `indices`, collated."""
+    """hidden(indices, batch) -> [n, D] on the batch's device; `batch` is the examples of `indices`, collated.
+
+    idle(): takes part in a batch of which only other processes have examples; a sharded base needs them all."""
 
     def hidden(self, indices: Sequence[int], batch: Batch) -> Tensor: ...
+
+    def idle(self) -> None: ...
 
 
 @dataclass
@@ -46,6 +50,11 @@ class OnlineHidden:
     def hidden(self, indices: Sequence[int], batch: Batch) -> Tensor:
         return states_at(self.base, batch, label_positions(batch.loss_mask, self.num_heads), self.row_length)
 
+    def idle(self) -> None:
+        one = torch.ones(1, 1, dtype=torch.int64, device=self.base.device)
+        with torch.no_grad():
+            self.base.hidden_states(one, one.bool())
+
 
 def states_at(base: BaseModel, batch: Batch, positions: Tensor, row_length: int | None) -> Tensor:
     """The base's hidden states [n, D] at the n `positions` (bool [B, T]) of a batch, example by example.
@@ -57,6 +66,10 @@ def states_at(base: BaseModel, batch: Batch, positions: Tensor, row_length: int 
     rows = pack(batch, row_length)
     states = base.packed_hidden_states(rows.input_ids, rows.documents)
     return states.flatten(0, 1)[rows.places[positions]]
+
+    def idle(self) -> None:
+        one = torch.ones(1, 1, dtype=torch.int64, device=self.base.device)
+        self.base.hidden_states(one, one.bool())
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,10 @@ class FeatureLayout:
         path = self.path(number)
         return path.exists() and path.stat().st_size == self.num_bytes(number)
 
+    def num_forwards(self, shards: Sequence[int], batch_size: int) -> int:
+        """Batches that those of `shards` need which are not there yet."""
+        return sum(-(-len(self.shards[n]) // batch_size) for n in shards if not self.is_done(n))
+
 
 class CachedHidden:
     """Reads what `compute_features` wrote. Shards are memory-mapped: a batch costs its own rows, not the set's."""
@@ -122,6 +139,9 @@ class CachedHidden:
             number, start = self.layout.places[index]
             rows.append(self._shard(number)[start : start + self.layout.positions[index]])
         return torch.cat(rows).to(batch.input_ids.device)
+
+    def idle(self) -> None:
+        """The base is not needed."""
 
     def _shard(self, number: int) -> Tensor:
         if number not in self._shards:

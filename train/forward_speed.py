@@ -17,7 +17,7 @@ from torch import nn
 from medusa.base_model import BaseModel
 
 from .batching import collate, shard
-from .step import Run, reduce
+from .step import Run
 from .throughput import Throughput, peak_flops
 
 MIN_BATCHES = 400  # of a run, for four bare forwards to be about 1% of it at most
@@ -27,9 +27,11 @@ QUICK_S = 0.5  # a first forward faster than this is only a warm-up
 def choose_throughput(run: Run, base: BaseModel, console: Console | None) -> Throughput:
     """Times the base on the run's first batch only where no peak is known and the run is long enough for that not to
     matter. To be called by all processes together."""
-    config, device, num_processes = run.config, run.accelerator.device, run.accelerator.num_processes
+    config, device, num_processes = run.config, run.processes.device, run.processes.world_size
     is_cached = config.train.cache_hidden_states
     base_flops, head_flops = model_flops(base.model, run.state.heads, config.heads.num_heads, is_cached)
+    if run.joint:
+        base_flops *= 2  # the way back, to the adapter; the base's own weights have no gradients
     peak = None if is_mixture_of_experts(base.config) else peak_flops(device, config.model.dtype)
     if peak is not None:
         return Throughput(device, base_flops, head_flops, peak_flops=peak * num_processes)
@@ -46,12 +48,12 @@ def choose_throughput(run: Run, base: BaseModel, console: Console | None) -> Thr
 
 
 def _forward_rate(run: Run, base: BaseModel, indices: list[int]) -> float:
-    accelerator = run.accelerator
-    examples = [run.examples[i] for i in shard(indices, accelerator.process_index, accelerator.num_processes)]
-    batch = collate(examples).to(accelerator.device)
+    processes = run.processes
+    examples = [run.examples[i] for i in shard(indices, processes.rank, processes.world_size)]
+    batch = collate(examples).to(processes.device)
 
     def total(value: float) -> float:
-        return reduce(run, torch.tensor([value], dtype=torch.float64, device=accelerator.device)).item()
+        return processes.reduce(torch.tensor([value], dtype=torch.float64, device=processes.device)).item()
 
     return measure_forward(
         lambda: base.hidden_states(batch.input_ids, batch.attention_mask), sum(map(len, examples)), total
@@ -69,6 +71,7 @@ def measure_forward(forward: Callable[[], object], tokens: int, total: Callable[
     return total(tokens / (statistics.median(_seconds(forward) for _ in range(3)) if is_quick else first))
 
 
+@torch.no_grad()
 def _seconds(forward: Callable[[], object]) -> float:
     _synchronize()
     began = time.perf_counter()

@@ -11,7 +11,6 @@ import time
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from .evaluation import evaluate, keep_best
 from .loss import LABELS, LOSS, head_weights
@@ -19,7 +18,7 @@ from .metrics import base_metrics, head_metrics
 from .schedule import learning_rates, ramp
 from .signals import StopSignals, TrainingInterrupted
 from .state import Window, save_state
-from .step import Run, forward, reduce, zero_base_sums, zero_sums
+from .step import Run, forward, zero_base_sums, zero_sums
 
 
 class NonFiniteLoss(RuntimeError):
@@ -66,19 +65,16 @@ def _accumulate(run: Run, ramp: float) -> tuple[Tensor, Tensor, int]:
         sums += result.scores.sums
         base_sums += result.base_sums
         tokens += sum(len(run.examples[i]) for i in batch)
-    return reduce(run, sums), reduce(run, base_sums), tokens
+    return run.processes.reduce(sums), run.processes.reduce(base_sums), tokens
 
 
 def _optimize(run: Run, sums: Tensor, rates: dict[str, float]) -> float | None:
     """Steps on the mean over all labels. Returns the gradient's norm before clipping; None if there were no labels."""
-    labels, parameters, optimizer = sums[:, LABELS].sum().item(), run.state.parameters(), run.state.optimizer
+    labels, optimizer = sums[:, LABELS].sum().item(), run.state.optimizer
     if labels == 0:
         run.state.counters.empty_steps += 1
         return None
-    for parameter in parameters:
-        assert parameter.grad is not None
-        parameter.grad = reduce(run, parameter.grad) / labels
-    norm = clip_grad_norm_(parameters, run.config.optim.max_grad_norm).item()
+    norm = optimizer.take_gradients(labels)
     loss = _mean_loss(run, sums)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         _stop_at_non_finite(run, loss, norm)
@@ -119,9 +115,9 @@ def _stop_reason(run: Run) -> str | None:
 
 def _share_clock(run: Run, seconds: float, signalled: bool) -> bool:
     """The first process's clock, and whether any has been signalled, so that all take the same decisions."""
-    own_seconds = seconds if run.accelerator.is_main_process else 0.0
-    shared = torch.tensor([own_seconds, float(signalled)], dtype=torch.float64, device=run.accelerator.device)
-    seconds, num_signalled = reduce(run, shared).tolist()
+    own_seconds = seconds if run.processes.is_main else 0.0
+    shared = torch.tensor([own_seconds, float(signalled)], dtype=torch.float64, device=run.processes.device)
+    seconds, num_signalled = run.processes.reduce(shared).tolist()
     run.state.counters.seconds += seconds
     run.state.window.seconds += seconds
     return num_signalled > 0
@@ -166,9 +162,8 @@ def _log(run: Run, rates: dict[str, float], norm: float | None) -> None:
 
 
 def _save(run: Run) -> None:
-    if run.accelerator.is_main_process:
-        save_state(run.checkpoint, run.state, run.identity)
-    run.accelerator.wait_for_everyone()
+    save_state(run.checkpoint, run.state, run.identity, writes=run.processes.is_main)
+    run.processes.barrier()
 
 
 def _mean_loss(run: Run, sums: Tensor) -> float:

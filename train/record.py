@@ -66,9 +66,9 @@ def record_start(run: Run, base_model: dict[str, Any], statistics: DataStatistic
         "held_out": len(run.held_out),
         "fingerprint": run.identity["data fingerprint"],
     }
-    start = this_start(run.state.counters.step, run.accelerator.device, run.accelerator.num_processes)
+    start = this_start(run.state.counters.step, run.processes.device, run.processes.world_size)
     record = RunRecord(secrets.token_hex(4), base_model, data, [start])
-    return write_record(folder, run.config, record) if run.accelerator.is_main_process else record
+    return write_record(folder, run.config, record) if run.processes.is_main else record
 
 
 def this_start(step: int, device: torch.device, num_processes: int) -> Start:

@@ -14,12 +14,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from medusa.checkpoint import write_atomically
 from medusa.heads import MedusaHeads
 
 from .joint import Adapter
+from .optimizer import RunOptimizer
 
 # Settings that may change between a run and its continuation without changing the heads that come out.
 FREE_SETTINGS = {
@@ -75,7 +75,7 @@ class TrainState:
     """`adapter`: the base's, in Medusa-2."""
 
     heads: MedusaHeads
-    optimizer: Optimizer
+    optimizer: RunOptimizer
     window: Window
     adapter: Adapter | None = None
     counters: Counters = field(default_factory=Counters)
@@ -101,10 +101,14 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def save_state(path: Path, state: TrainState, identity: dict[str, Any]) -> None:
-    """`identity`: settings and fingerprints that a continuation must share (flat, JSON)."""
+def save_state(path: Path, state: TrainState, identity: dict[str, Any], writes: bool = True) -> None:
+    """`identity`: settings and fingerprints that a continuation must share (flat, JSON). All processes call it, for
+    the optimizer's state may have to be gathered; one of them writes."""
+    optimizer_state = state.optimizer.state_dict()["state"]
+    if not writes:
+        return
     tensors = state.tensors()
-    for index, moments in state.optimizer.state_dict()["state"].items():
+    for index, moments in optimizer_state.items():
         tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
     tensors |= {f"window.{name}": getattr(state.window, name) for name in WINDOW_TENSORS}
     window = {name: value for name, value in vars(state.window).items() if name not in WINDOW_TENSORS}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from .batching import Batch, Example, collate, shard
 from .config import TrainConfig
+from .distributed import Processes
 from .features import HiddenSource
 from .joint import Joint
 from .labels import gather_labels
@@ -31,7 +31,7 @@ class Run:
     base stays as it is. `examples`: all, held-out ones included. `report(progress 0..1, status)`."""
 
     config: TrainConfig
-    accelerator: Accelerator
+    processes: Processes
     state: TrainState
     source: HiddenSource
     teacher: Teacher | None
@@ -60,13 +60,14 @@ class Forward:
 
 def forward(run: Run, indices: list[int], ramp: float = 0.0) -> Forward:
     """This process's share of a global batch; gradients unless no_grad. `ramp`: see joint.py; 0 leaves the base out."""
-    config, accelerator, heads = run.config, run.accelerator, run.state.heads
+    config, processes, heads = run.config, run.processes, run.state.heads
     num_heads = config.heads.num_heads
-    own = shard(indices, accelerator.process_index, accelerator.num_processes)
+    own = shard(indices, processes.rank, processes.world_size)
     if not own:
+        run.source.idle()
         nothing = HeadScores(zero_sums(run), torch.empty(0, num_heads, dtype=torch.int64))
         return Forward(nothing, zero_base_sums(run), None, [])
-    batch = collate([run.examples[i] for i in own]).to(accelerator.device)
+    batch = collate([run.examples[i] for i in own]).to(processes.device)
     labels = gather_labels(batch.input_ids, batch.loss_mask, num_heads, run.base_to_draft)
     with torch.set_grad_enabled(torch.is_grad_enabled() and ramp > 0):
         states, loss = run.source.hidden(own, batch), config.loss
@@ -92,13 +93,8 @@ def forward(run: Run, indices: list[int], ramp: float = 0.0) -> Forward:
 
 
 def zero_sums(run: Run) -> Tensor:
-    return torch.zeros(run.config.heads.num_heads, NUM_SUMS, dtype=torch.float64, device=run.accelerator.device)
+    return torch.zeros(run.config.heads.num_heads, NUM_SUMS, dtype=torch.float64, device=run.processes.device)
 
 
 def zero_base_sums(run: Run) -> Tensor:
-    return torch.zeros(2, dtype=torch.float64, device=run.accelerator.device)
-
-
-def reduce(run: Run, tensor: Tensor) -> Tensor:
-    """Sum over processes."""
-    return run.accelerator.reduce(tensor, reduction="sum")
+    return torch.zeros(2, dtype=torch.float64, device=run.processes.device)

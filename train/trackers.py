@@ -14,9 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from .config import TrainConfig
+from .distributed import Processes
 from .record import RunRecord
 
 TRACKER_DIR = "tensorboard"  # inside output_dir/training
@@ -63,11 +62,12 @@ class Trackers:
 
 
 @contextmanager
-def tracking(accelerator: Accelerator, config: TrainConfig, record: RunRecord) -> Iterator[Trackers]:
-    """Starts the trackers that `accelerator` was made for (its `log_with`), or continues the run that they know, and
-    finishes them however training ends. Raises RuntimeError where one does not start."""
-    step = record.starts[-1].step
-    if config.train.trackers:
+def tracking(processes: Processes, config: TrainConfig, record: RunRecord) -> Iterator[Trackers]:
+    """Starts the trackers that the run's accelerator was made for, or continues the run that they know, and finishes
+    them however training ends; on the main process only. Raises RuntimeError where one does not start."""
+    step, accelerator = record.starts[-1].step, processes.accelerator
+    is_tracked = bool(config.train.trackers) and processes.is_main
+    if is_tracked:
         hyperparameters = None if step else flat_hyperparameters(config)
         options = tracker_options(Path(config.train.output_dir), record.run_id, step)
         try:
@@ -77,7 +77,7 @@ def tracking(accelerator: Accelerator, config: TrainConfig, record: RunRecord) -
                 f"train.trackers: {', '.join(config.train.trackers)} did not start ({_first_line(error)}); log in or "
                 "set it offline (wandb: `wandb login`, or WANDB_MODE=offline), or leave it out"
             ) from error
-    trackers = Trackers(accelerator.trackers)
+    trackers = Trackers(accelerator.trackers if is_tracked else [])
     try:
         yield trackers
     finally:

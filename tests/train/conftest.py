@@ -81,11 +81,11 @@ def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def arm(number: int, error: Exception | None = None) -> None:
         forward, calls = loop.forward, []
 
-        def failing(run: Any, indices: list[int]) -> Any:
+        def failing(run: Any, indices: list[int], ramp: float = 0.0) -> Any:
             calls.append(indices)
             if len(calls) == number:
                 raise error or RuntimeError("broken off")
-            return forward(run, indices)
+            return forward(run, indices, ramp)
 
         monkeypatch.setattr(loop, "forward", failing)
 

@@ -159,12 +159,12 @@ def test_data_that_vanishes_while_it_is_trained_on_changes_nothing(
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(chat_file.read_bytes())
 
-    def vanishing(run, indices):
+    def vanishing(run, indices, ramp=0.0):
         calls.append(indices)
         if len(calls) == 3:
             copy.unlink()
             shutil.rmtree(tmp_path / "out" / "training" / "tokens")
-        return forward(run, indices)
+        return forward(run, indices, ramp)
 
     monkeypatch.setattr(loop, "forward", vanishing)
     result = train(make_config("out", data__path=str(copy), data__streaming=True))
@@ -176,9 +176,9 @@ def test_hidden_states_that_vanish_are_one_clear_line(make_config, tmp_path, mon
 
     forward = loop.forward
 
-    def vanishing(run, indices):
+    def vanishing(run, indices, ramp=0.0):
         shutil.rmtree(tmp_path / "out" / "training" / "features", ignore_errors=True)
-        return forward(run, indices)
+        return forward(run, indices, ramp)
 
     config = make_config("out", train__cache_hidden_states=True)
     with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ import yaml
 from medusa.base_model import load_base_model
 from medusa.checkpoint import check_base, load_heads
 from medusa.fingerprint import fingerprint, full_fingerprint
-from medusa.train import run as run_module
+from medusa.train import prepare as prepare_module
 from medusa.train.features import OnlineHidden
 from medusa.train.loop import NonFiniteLoss
 from medusa.train.run import train
@@ -91,7 +91,7 @@ def test_the_base_is_left_as_it_was(make_config, tmp_path, monkeypatch, tied):
         bases.append(load_base_model(*args, **kwargs))
         return bases[-1]
 
-    monkeypatch.setattr(run_module, "load_base_model", load)
+    monkeypatch.setattr(prepare_module, "load_base_model", load)
     folder = save_tiny_base(tmp_path / "base", tie_word_embeddings=tied)
     train(make_config(model__base=str(folder)))
     [base] = bases
