@@ -23,10 +23,12 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .chat_mask import ConversationEncoder, EncodedConversation, MaskError
+from .chat_turns import Message
 from .conversation import BadRecord, Conversation
 
 CHUNK_SIZE = 256  # conversations tokenised at once
 Record = tuple[int, Conversation | BadRecord]  # number of the source first
+Encoded = list[EncodedConversation | MaskError]
 Answer = list[tuple[np.ndarray, np.ndarray] | MaskError] | MaskError
 
 
@@ -58,7 +60,7 @@ def tokenize(
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress, closing(encode) as done:
         task = progress.add_task("Tokenising conversations", total=None)
         for chunk, results in done:
-            yield from _merge(chunk, results)
+            yield from _merge(chunk, results, len(tokenizer))
             progress.advance(task, len(chunk.records))
             if chunk.failure:
                 raise chunk.failure
@@ -75,8 +77,9 @@ class _Chunk:
     failure: ValueError | None = None
 
     @property
-    def conversations(self) -> list[Conversation]:
-        return [record for _, record in self.records if isinstance(record, Conversation)]
+    def texts(self) -> list[list[Message]]:
+        """What a chat template is needed for; records with exact ids need none."""
+        return [r.messages for _, r in self.records if isinstance(r, Conversation) and r.answer_ids is None]
 
 
 def _chunks(records: Iterable[Record], size: int) -> Iterator[_Chunk]:
@@ -94,36 +97,16 @@ def _chunks(records: Iterable[Record], size: int) -> Iterator[_Chunk]:
         yield _Chunk(chunk)
 
 
-def _merge(chunk: _Chunk, results: list[EncodedConversation | MaskError]) -> Iterator[TokenizedRecord]:
-    encoded = iter(results)
+def _merge(chunk: _Chunk, encoded: Encoded, vocab_size: int) -> Iterator[TokenizedRecord]:
+    of_text = iter(encoded)
     for source, record in chunk.records:
         if isinstance(record, BadRecord):
             yield TokenizedRecord(source, None, record)
             continue
-        result = next(encoded)
+        result = next(of_text) if record.answer_ids is None else _from_ids(record, vocab_size)
         if isinstance(result, MaskError):
             result = MaskError(result.reason, f"{record.where}: {result}")
         yield TokenizedRecord(source, record.category, result)
-
-
-_Encoded = tuple[_Chunk, list[EncodedConversation | MaskError]]
-
-
-# ---- in this process
-
-
-class _Encoder:
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.of_text: ConversationEncoder | None = None  # records with exact ids need no chat template
-
-    def encode(self, conversations: list[Conversation]) -> list[EncodedConversation | MaskError]:
-        messages = [c.messages for c in conversations if c.answer_ids is None]
-        if messages and self.of_text is None:
-            self.of_text = ConversationEncoder(self.tokenizer)
-        encoded = iter(self.of_text.encode_batch(messages) if self.of_text else [])
-        vocab_size = len(self.tokenizer)
-        return [next(encoded) if c.answer_ids is None else _from_ids(c, vocab_size) for c in conversations]
 
 
 def _from_ids(conversation: Conversation, vocab_size: int) -> EncodedConversation | MaskError:
@@ -141,75 +124,84 @@ def _from_ids(conversation: Conversation, vocab_size: int) -> EncodedConversatio
     return EncodedConversation(input_ids, torch.arange(len(input_ids)) >= len(prompt_ids))
 
 
-def _encode_here(chunks: Iterable[_Chunk], tokenizer: Any) -> Generator[_Encoded, None, None]:
-    encoder = _Encoder(tokenizer)
+# ---- text, in this process or in several
+
+
+def _encode_here(chunks: Iterable[_Chunk], tokenizer: Any) -> Generator[tuple[_Chunk, Encoded], None, None]:
+    encoder: ConversationEncoder | None = None
     for chunk in chunks:
-        yield chunk, encoder.encode(chunk.conversations)
+        texts = chunk.texts
+        if texts and encoder is None:
+            encoder = ConversationEncoder(tokenizer)
+        yield chunk, encoder.encode_batch(texts) if encoder else []
 
 
-# ---- in several
-
-
-def _encode_there(chunks: Iterable[_Chunk], tokenizer: Any, num_workers: int) -> Generator[_Encoded, None, None]:
+def _encode_there(
+    chunks: Iterable[_Chunk], tokenizer: Any, num_workers: int
+) -> Generator[tuple[_Chunk, Encoded], None, None]:
     """Workers in turn, each with one chunk at a time, so that neither side of a pipe ever waits for the other to read.
 
     Started afresh (spawn): forking a process that runs threads of torch or of a GPU is not safe.
     """
-    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        idle: deque[Connection] = deque()
-        for _ in range(num_workers):
-            ours, theirs = context.Pipe()
-            stack.callback(ours.close)
-            worker = context.Process(target=_work, args=(theirs, tokenizer), daemon=True)
-            worker.start()
-            stack.callback(worker.join)
-            stack.callback(worker.terminate)
-            theirs.close()
-            idle.append(ours)
+        idle = deque(_start(tokenizer, stack) for _ in range(num_workers))
         busy: deque[tuple[_Chunk, Connection]] = deque()
         for chunk in chunks:
             if not idle:
                 done, connection = busy.popleft()
                 yield done, _receive(connection)
                 idle.append(connection)
-            connection = idle.popleft()
-            _send(connection, chunk.conversations)
-            busy.append((chunk, connection))
+            busy.append((chunk, idle.popleft()))
+            _send(busy[-1][1], chunk.texts)
         for done, connection in busy:
             yield done, _receive(connection)
+
+
+def _start(tokenizer: Any, stack: ExitStack) -> Connection:
+    """This side of a new worker's pipe; both end with `stack`."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=_work, args=(theirs, tokenizer), daemon=True)
+    worker.start()
+    theirs.close()
+    for end in (worker.join, worker.terminate, ours.close):  # called from the last to the first
+        stack.callback(end)
+    return ours
 
 
 def _work(connection: Connection, tokenizer: Any) -> None:
     """A worker: answers each list of conversations until the other side closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    encoder = _Encoder(tokenizer)
+    encoder: ConversationEncoder | None = None
     while True:
         try:
-            conversations = connection.recv()
+            texts = connection.recv()
         except EOFError:
             return
-        answer: Answer
+        answer: Answer = []
         try:
-            # As arrays: tensors would pass through shared memory, with a file descriptor for each.
-            answer = [
-                (e.input_ids.numpy(), e.loss_mask.numpy()) if isinstance(e, EncodedConversation) else e
-                for e in encoder.encode(conversations)
-            ]
+            if texts:
+                encoder = encoder or ConversationEncoder(tokenizer)
+                # As arrays: tensors would pass through shared memory, with a file descriptor for each.
+                answer = [_as_arrays(result) for result in encoder.encode_batch(texts)]
         except MaskError as error:  # of the tokenizer itself
             answer = error
         connection.send(answer)
 
 
-def _send(connection: Connection, conversations: list[Conversation]) -> None:
+def _as_arrays(result: EncodedConversation | MaskError) -> tuple[np.ndarray, np.ndarray] | MaskError:
+    return result if isinstance(result, MaskError) else (result.input_ids.numpy(), result.loss_mask.numpy())
+
+
+def _send(connection: Connection, texts: list[list[Message]]) -> None:
     try:
-        connection.send(conversations)
+        connection.send(texts)
     except OSError as error:
         raise RuntimeError(_worker_died()) from error
 
 
-def _receive(connection: Connection) -> list[EncodedConversation | MaskError]:
+def _receive(connection: Connection) -> Encoded:
     try:
         answer: Answer = connection.recv()
     except (EOFError, OSError) as error:

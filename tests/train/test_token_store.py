@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 from collections import namedtuple
 
 import pytest
@@ -132,6 +133,21 @@ def test_a_vanished_file_is_named(source, tokenizer, tmp_path):
     source.unlink()
     with pytest.raises(ValueError, match=r"data\.jsonl: got no such file, expected conversations .* check data\.path"):
         stream(source, tokenizer, tmp_path / "tokens")
+
+
+def test_memory_is_a_few_numbers_a_conversation(tmp_path, tokenizer):
+    """The tokens of an open store are not in it: 40,000 of them, of 40 conversations."""
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [5] * 500, "answer_ids": [6] * 500}) + "\n")
+    path.write_text(path.read_text() * 40)
+    stream(path, tokenizer, tmp_path / "tokens", max_length=1000)
+    tracemalloc.start()
+    try:
+        data = stream(path, tokenizer, tmp_path / "tokens", max_length=1000)
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert data.statistics.tokens == 40_000 and kept < 40_000
 
 
 # ---- whole runs
