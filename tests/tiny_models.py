@@ -128,3 +128,10 @@ def save_tiny_base(folder: Any, family: str = "llama", **overrides: Any) -> Any:
     tiny_model(family, **overrides).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+class SlowTokenizer:
+    """A tokenizer without character offsets. Here, so that another process finds it."""
+
+    def __len__(self) -> int:
+        return 100

@@ -59,9 +59,7 @@ class RunRecord:
 
 def record_start(run: Run, base_model: dict[str, Any], statistics: DataStatistics, folder: Path) -> RunRecord:
     """The record of `run` as it starts or goes on, on disk in `folder` (by the first process) before this returns."""
-    sources = run.config.data.path
     data = {
-        "sources": [sources] if isinstance(sources, str) else list(sources),
         **statistics.to_dict(),
         "held_out": len(run.held_out),
         "fingerprint": run.identity["data fingerprint"],

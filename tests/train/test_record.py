@@ -28,7 +28,9 @@ def test_a_record_grows_with_each_continuation(interrupted, tmp_path, chat_file,
     path = tmp_path / "out" / "training" / "record.json"
     first = read_record(path)
     assert first.base_model["name"] == str(tiny_base_dir) and len(first.base_model["fingerprint"]) == 64
-    assert first.data["sources"] == [str(chat_file)] and first.data["conversations"] == 40
+    assert [source["path"] for source in first.data["sources"]] == [str(chat_file)] and first.data[
+        "conversations"
+    ] == 40
     assert first.data["held_out"] > 0 and len(first.data["fingerprint"]) == 64
     [start] = first.starts
     assert (start.step, start.num_processes) == (0, 1)

@@ -12,6 +12,7 @@ import torch
 from medusa.train.conversation import read_records
 from medusa.train.dataset import build_dataset
 from medusa.train.tokenization import CHUNK_SIZE, tokenize
+from tiny_models import SlowTokenizer
 
 ANSWERS = 5 * CHUNK_SIZE // 2
 
@@ -62,13 +63,6 @@ def test_errors_come_where_they_are_in_the_data(mixed_file, tokenizer):
 def test_a_tokenizer_that_cannot_mask_is_refused_from_a_worker_too(mixed_file, tokenizer):
     with pytest.raises(ValueError, match="SlowTokenizer without character offsets"):
         build_dataset(mixed_file, SlowTokenizer(), 40, num_workers=2)
-
-
-class SlowTokenizer:
-    """At the top of the module, so that it reaches another process."""
-
-    def __len__(self):
-        return 100
 
 
 class Deadly:
