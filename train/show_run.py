@@ -44,7 +44,10 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         counts = (
             f"{data['conversations']:,} conversations, {data['tokens']:,} tokens, {data['loss_share']:.0%} under loss"
         )
-        yield "data", f"{', '.join(map(str, data['sources']))}: {counts}, {data['held_out']:,} held out"
+        yield (
+            "data",
+            f"{', '.join(source['path'] for source in data['sources'])}: {counts}, {data['held_out']:,} held out",
+        )
     yield "settings", ", ".join(f"{name}={value}" for name, value in _settings(report.config))
     if report.train:
         yield from _training(report)
