@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from medusa.adapter import ADAPTER_FOLDER
 from medusa.calibration import Calibration
 from medusa.checkpoint import load_heads
 
@@ -25,6 +26,8 @@ def show_heads(folder: Path, console: Console) -> None:
         ("parameters", f"{sum(parameter.numel() for parameter in heads.parameters()):,}, {_short(heads.dtype)}"),
         ("tree", _tree(folder / info.tree)),
     ]
+    if info.adapter:
+        rows.insert(2, ("adapter", f"LoRA in {ADAPTER_FOLDER}/ (Medusa-2), {info.adapter.fingerprint[:16]}"))
     rows += _training(folder / "training" / "summary.json")
     for name, value in rows:
         console.print(f"{name:<14} {value}", highlight=False, markup=False)

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from medusa import MedusaModel
@@ -19,6 +20,7 @@ from medusa.checkpoint import load_heads
 from medusa.fingerprint import full_fingerprint
 from medusa.infer import generate
 from medusa.infer.methods import StockModel
+from medusa.infer.show_heads import show_heads
 from medusa.train import run as run_module
 from medusa.train.batching import collate
 from medusa.train.config import JointConfig, load_config
@@ -207,6 +209,11 @@ def test_going_on_is_bitwise_the_same(make_config, tmp_path, monkeypatch):
     for name in ("heads.safetensors", "adapter/adapter_model.safetensors"):
         first, second = (load_file(tmp_path / out / name) for out in ("straight", "parts"))
         assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_inspect_heads_shows_the_adapter(trained, capsys):
+    show_heads(trained.folder, Console())
+    assert "LoRA in adapter/ (Medusa-2)" in capsys.readouterr().out
 
 
 # ---- what a user can get wrong
