@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from safetensors.torch import load_file
@@ -22,6 +23,7 @@ from medusa.fingerprint import fingerprint
 from medusa.train.batching import split_holdout
 from medusa.train.config import load_config
 from medusa.train.distributed import start_processes
+from medusa.train.mixture import Mixture, Part
 from medusa.train.run import train
 from medusa.train.schedule import StepPlan
 from tiny_models import save_tiny_base
@@ -198,7 +200,8 @@ def test_heads_load_whole_and_belong_to_the_base(together, tiny_base_dir):
 def test_the_runs_above_have_a_batch_that_leaves_a_process_idle(configs, tmp_path):
     config = load_config(configs(tmp_path, 2)["online"])
     training, _ = split_holdout(config.data.limit, config.data.holdout_fraction, config.train.seed)
-    plan = StepPlan(training, None, config.optim, config.train.seed, 2)
+    mixture = Mixture([Part(np.asarray(training), len(training))], config.train.seed)
+    plan = StepPlan(mixture, None, config.optim, config.train.seed, 2)
     assert min(len(batch) for step in range(plan.total_steps) for batch in plan.batches(step)) == 1
 
 
