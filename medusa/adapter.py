@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,20 @@ def _check(folder: Path, reference: AdapterReference) -> None:
 
 
 def adapter_fingerprint(folder: Path) -> str:
-    """sha256 (hex) of the adapter's weights file."""
-    return hashlib.sha256((folder / ADAPTER_WEIGHTS).read_bytes()).hexdigest()
+    """sha256 (hex) of the adapter's weights and of its config, but for where its base lies. Raises ValueError for a
+    config that is none."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: got broken JSON ({error}), expected a peft config; copy or train it again"
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: got a {type(config).__name__}, expected a peft config; copy or train it again")
+    config.pop("base_model_name_or_path", None)
+    weights = (folder / ADAPTER_WEIGHTS).read_bytes()
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode() + weights).hexdigest()
 
 
 def import_peft() -> Any:

@@ -110,7 +110,8 @@ def check_base(info: HeadsInfo, base_fingerprint: str, base_name: str) -> None:
 
 def is_merged(info: HeadsInfo, base_fingerprint: str) -> bool:
     """Whether the loaded base has the heads' adapter in its weights already."""
-    return info.adapter is not None and base_fingerprint == info.adapter.merged_fingerprint
+    adapter, plain = info.adapter, info.base_model.fingerprint
+    return adapter is not None and base_fingerprint == adapter.merged_fingerprint != plain
 
 
 def write_atomically(writers: dict[Path, Callable[[Path], Any]]) -> None:
@@ -159,6 +160,9 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, HeadsInfo, torch.dtype]:
     _check_keys(path, "", content, {"schema_version", "heads", "base_model", "dtype", "tree"})
     if adapter is not None:
         _check_keys(path, "adapter.", adapter, {field.name for field in fields(AdapterReference)})
+        for name, value in adapter.items():
+            if not isinstance(value, str):
+                raise ValueError(f"{path}: got adapter.{name} {value!r}, expected a string")
         adapter = AdapterReference(**adapter)
     _check_keys(path, "heads.", content["heads"], {field.name for field in fields(HeadsConfig)})
     _check_keys(path, "base_model.", content["base_model"], {field.name for field in fields(BaseReference)})

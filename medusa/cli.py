@@ -5,6 +5,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage or input (one line: got, expected, 
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -158,9 +159,9 @@ def train(
         result = train(load_config(config, overrides or ()), console)
     except TrainingInterrupted as interruption:
         raise typer.Exit(_fail(interruption, INTERRUPTED)) from None
-    console.print(
-        f"heads: {result.heads_dir} ({result.stop_reason}, {result.tokens_per_second:,.0f} tokens/s)", highlight=False
-    )
+    if os.environ.get("RANK", "0") == "0":  # a launcher's other processes say nothing
+        summary = f"{result.heads_dir} ({result.stop_reason}, {result.tokens_per_second:,.0f} tokens/s)"
+        console.print(f"heads: {summary}", highlight=False)
 
 
 @app.command("eval")

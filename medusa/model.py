@@ -58,6 +58,11 @@ class MedusaModel:
         base_fingerprint = fingerprint(base_model.model)
         check_base(info, base_fingerprint, base_model.name)
         adapter = None
+        if info.adapter is None and (Path(heads_dir) / ADAPTER_FOLDER).exists():
+            raise ValueError(
+                f"{heads_dir}: got an adapter that config.json does not name, expected its fingerprint there; copy the "
+                "heads directory whole, or remove the adapter"
+            )
         if info.adapter and not is_merged(info, base_fingerprint):
             adapter = MergedAdapter(Path(heads_dir) / ADAPTER_FOLDER, info.adapter)
             adapter.merge_into(base_model.model)

@@ -35,7 +35,7 @@ class ModelConfig(Section):
     the base's linear layers in 4 bits while training (bitsandbytes); heads and adapter then belong to the base in full
     precision, which is loaded once, before, to know it again."""
 
-    base: str
+    base: Annotated[str, Field(min_length=1)]
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     revision: str | None = None
     quantization: Literal["nf4"] | None = None
@@ -55,7 +55,7 @@ class DataSource(Section):
     one epoch and the other in the next."""
 
     path: str
-    weight: Positive = 1.0
+    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
 
 
 def as_sources(path: str | Sequence[str | DataSource]) -> list[DataSource]:
@@ -174,8 +174,8 @@ class RunConfig(Section):
     stops, the learning rate's schedule fitted to that; hidden states computed beforehand do not count. `trackers`:
     where the numbers of metrics.jsonl go too; `tracker_project`: their project's name."""
 
-    output_dir: str
-    seed: Annotated[int, Field(ge=0)] = 0
+    output_dir: Annotated[str, Field(min_length=1)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     log_every: Count = 10
     save_every: Count = 100
     eval_every: Count | None = None
@@ -206,8 +206,8 @@ class TrainConfig(Section):
     def _states_are_frozen_where_they_are_kept(self) -> TrainConfig:
         if self.joint.rank and self.train.cache_hidden_states:
             raise ValueError(
-                "joint.rank with train.cache_hidden_states: an adapted base has new hidden states in every step, "
-                "expected one of the two; set train.cache_hidden_states=false"
+                "joint.rank or train.cache_hidden_states, not both: an adapted base has new hidden states in every "
+                "step; set train.cache_hidden_states=false"
             )
         return self
 
@@ -267,6 +267,8 @@ def _explain(problem: Any) -> str:
         return f"unknown setting {name}; {hint}"
     if problem["type"] == "missing":
         return f"{name} is not set; it has no default"
+    if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # of several settings together
+        return f"{name}: expected {problem['msg'].removeprefix('Value error, ')}".removeprefix(": ")
     message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"{name}: got {problem['input']!r}, expected {message}"
 

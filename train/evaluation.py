@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -68,9 +68,17 @@ def restore_best(run: Run) -> dict[str, Any] | None:
     run.processes.barrier()
     if run.state.counters.best_step == 0:
         return None
-    with safe_open(_best_file(run), framework="pt") as file:
-        run.state.load_tensors({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        metrics: dict[str, Any] = json.loads(file.metadata()["metrics"])
+    path = _best_file(run)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metrics: dict[str, Any] = json.loads(file.metadata()["metrics"])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: got a file that does not hold the best heads of the run ({error}); delete "
+            f"{run.checkpoint.parent} to start over"
+        ) from error
+    run.state.load_tensors(tensors)
     return metrics
 
 

@@ -67,10 +67,6 @@ def states_at(base: BaseModel, batch: Batch, positions: Tensor, row_length: int 
     states = base.packed_hidden_states(rows.input_ids, rows.documents)
     return states.flatten(0, 1)[rows.places[positions]]
 
-    def idle(self) -> None:
-        one = torch.ones(1, 1, dtype=torch.int64, device=self.base.device)
-        self.base.hidden_states(one, one.bool())
-
 
 @dataclass(frozen=True)
 class FeatureLayout:

@@ -7,6 +7,7 @@ pass through the base per batch, however many heads: theirs meet in the hidden s
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,8 +52,9 @@ class Adapter:
             torch.manual_seed(seed)
             try:
                 model = peft.get_peft_model(base.model, config)
-            except ValueError as error:
+            except (ValueError, re.error) as error:
                 raise ValueError(f"joint.target_modules: got {modules!r}, which peft cannot adapt: {error}") from error
+        _check_adapted(base, model, modules)
         return cls(model)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -79,6 +81,19 @@ class Adapter:
     def detach(self) -> None:
         """Take the layers out of the base, which is then as it was. Save them before."""
         self.peft_model.unload()
+
+
+def _check_adapted(base: BaseModel, peft_model: Any, modules: str | list[str]) -> None:
+    adapted: list[str] = peft_model.base_model.targeted_module_names
+    ends = (base.model.get_input_embeddings(), base.model.get_output_embeddings())
+    if any(hasattr(module, "lora_A") for module in ends):
+        raise ValueError(
+            f"joint.target_modules: got {modules!r}, which adapts the base's embeddings or its lm_head, expected "
+            "layers between them, such as all-linear; heads multiply by the lm_head as it was"
+        )
+    for name in [] if isinstance(modules, str) else modules:
+        if not any(module == name or module.endswith(f".{name}") for module in adapted):
+            raise ValueError(f"joint.target_modules: got {name!r}, expected names of the base's linear layers")
 
 
 @dataclass(frozen=True)
@@ -123,6 +138,10 @@ def merge_saved(base: BaseModel, folder: Path, merged: Path | None) -> AdapterRe
     unless None."""
     merge(folder, base.model)
     if merged:
-        base.model.save_pretrained(str(merged))
-        base.tokenizer.save_pretrained(str(merged))
+        unfinished = merged.with_name(f".{merged.name}.tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        base.model.save_pretrained(str(unfinished))
+        base.tokenizer.save_pretrained(str(unfinished))
+        shutil.rmtree(merged, ignore_errors=True)
+        unfinished.rename(merged)
     return AdapterReference(adapter_fingerprint(folder), fingerprint(base.model))

@@ -19,7 +19,15 @@ from rich.console import Console
 
 from medusa.adapter import ADAPTER_FOLDER
 from medusa.base_model import BaseModel
-from medusa.checkpoint import AdapterReference, BaseReference, HeadsInfo, save_heads, write_atomically
+from medusa.checkpoint import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterReference,
+    BaseReference,
+    HeadsInfo,
+    save_heads,
+    write_atomically,
+)
 from medusa.fingerprint import tensors_fingerprint
 from medusa.progress import StageProgress
 
@@ -37,6 +45,8 @@ from .record import record_start
 from .source import hidden_source
 from .step import Run
 from .trackers import TRACKER_DIR, check_trackers, tracking
+
+MERGED_FOLDER = "merged"
 
 __all__ = ["TrainResult", "load_config", "resolve_dtype", "train"]
 
@@ -77,12 +87,13 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
 
 def _train(config: TrainConfig, processes: Processes, folders: Folders, console: Console | None) -> TrainResult:
     config = resolve_dtype(config, processes.device)
+    _check_places(folders)
     base, reference = load_base(config, processes)
     data = load_data(config.data, base.tokenizer, folders.tokens, processes.is_main, console)
     run = prepare(config, processes, base, reference, data, folders, console)
-    if run.state.counters.stop_reason and folders.summary.exists() and (folders.heads / "config.json").exists():
+    if run.state.counters.stop_reason and all(path.exists() for path in _outputs(config, folders)):
         say(console, f"finished already: {folders.heads}; delete it or set another train.output_dir to train anew")
-        return TrainResult(**json.loads(folders.summary.read_text(encoding="utf-8")))
+        return _read_result(folders.summary)
     record = record_start(run, asdict(reference), data.statistics, folders.training)
     processes.shard_base(base)
     before = tensors_fingerprint(frozen_tensors(base.model))
@@ -112,6 +123,29 @@ def _train(config: TrainConfig, processes: Processes, folders: Folders, console:
     return result
 
 
+def _check_places(folders: Folders) -> None:
+    for path in (folders.heads / ADAPTER_FOLDER, folders.heads / MERGED_FOLDER):
+        if path.is_file():
+            raise ValueError(f"{path}: got a file, expected a directory or nothing there; remove it")
+
+
+def _outputs(config: TrainConfig, folders: Folders) -> list[Path]:
+    """What a finished run has written."""
+    names = [CONFIG_FILE, WEIGHTS_FILE]
+    if config.joint.rank:
+        names += [ADAPTER_FOLDER, *([MERGED_FOLDER] if config.joint.save_merged else [])]
+    return [folders.summary, *(folders.heads / name for name in names)]
+
+
+def _read_result(path: Path) -> TrainResult:
+    try:
+        return TrainResult(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path}: got no summary of a run ({error}), expected what training wrote; delete it and run again"
+        ) from error
+
+
 def _write(run: Run, base: BaseModel, reference: BaseReference, folders: Folders, result: TrainResult) -> None:
     """The heads directory, and nothing left in it that only training needed."""
     adapter = _write_adapter(run, base, folders) if run.state.adapter else None
@@ -130,7 +164,7 @@ def _write_adapter(run: Run, base: BaseModel, folders: Folders) -> AdapterRefere
     adapter.detach()
     # A base in 4 bits stays as it is: heads and adapter are for the one in full precision.
     plain = load_plain_base(config, "cpu") if config.model.quantization else base
-    return merge_saved(plain, folder, folders.heads / "merged" if config.joint.save_merged else None)
+    return merge_saved(plain, folder, folders.heads / MERGED_FOLDER if config.joint.save_merged else None)
 
 
 def _result(run: Run, folders: Folders, features_seconds: float, held_out: dict[str, Any] | None) -> TrainResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ from .metrics import read_metrics
 from .record import CONFIG_FILE, RECORD_FILE, RunRecord, read_record
 
 Record = dict[str, Any]
+# What must be in a record of metrics to be shown; others are left out.
+REQUIRED = {
+    "train": {"loss", "head_top1", "tokens", "labels", "seconds", "tokens_per_second"},
+    "eval": {"head_loss", "head_top1", "tau_chain", "tau_16_nodes"},
+}
 SPEEDS = ("tokens_per_second", "mfu", "share_of_forward", "peak_memory_bytes")
 
 
@@ -80,18 +86,29 @@ def read_run(folder: Path) -> RunReport:
     if not (training / CONFIG_FILE).is_file():
         got = "no such directory" if not folder.is_dir() else f"a directory without training/{CONFIG_FILE}"
         raise ValueError(f"{folder}: got {got}, expected the train.output_dir of a run of `medusa train`")
-    records = read_metrics(training / "metrics.jsonl")
+    records = [r for r in read_metrics(training / "metrics.jsonl") if r.keys() >= REQUIRED.get(r["kind"], set())]
     record_file, summary_file = training / RECORD_FILE, training / "summary.json"
     return RunReport(
         folder=folder,
-        config=yaml.safe_load((training / CONFIG_FILE).read_text(encoding="utf-8")),
+        config=_mapping(training / CONFIG_FILE, yaml.safe_load),
         record=read_record(record_file) if record_file.exists() else None,
         train=[record for record in records if record["kind"] == "train"],
         evaluations=[record for record in records if record["kind"] == "eval"],
         checkpoint=_counters(training / "checkpoint.safetensors"),
-        summary=json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.exists() else None,
+        summary=_mapping(summary_file, json.loads) if summary_file.exists() else None,
         is_running=is_held(training),
     )
+
+
+def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: got a file that cannot be read ({reason}), expected what training wrote") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got a {type(content).__name__}, expected named values, as training wrote them")
+    return content
 
 
 def _counters(path: Path) -> dict[str, Any] | None:

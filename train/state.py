@@ -31,6 +31,7 @@ FREE_SETTINGS = {
     "train.trackers",
     "train.tracker_project",
     "data.on_bad_record",
+    "joint.save_merged",
     "optim.batch_size",  # a batch of all processes is part of the identity instead
     "data.path",  # a fingerprint of the tokens, and the weights, are
     "data.num_workers",

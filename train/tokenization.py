@@ -144,9 +144,11 @@ def _encode_there(
     Started afresh (spawn): forking a process that runs threads of torch or of a GPU is not safe.
     """
     with ExitStack() as stack:
-        idle = deque(_start(tokenizer, stack) for _ in range(num_workers))
+        idle: deque[Connection] = deque()
         busy: deque[tuple[_Chunk, Connection]] = deque()
         for chunk in chunks:
+            if not idle and len(busy) < num_workers:  # no more than there is work for
+                idle.append(_start(tokenizer, stack))
             if not idle:
                 done, connection = busy.popleft()
                 yield done, _receive(connection)

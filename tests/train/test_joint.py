@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -173,6 +174,37 @@ def test_another_adapter_is_refused(trained):
         MedusaModel.from_pretrained(trained.folder)
 
 
+@pytest.mark.parametrize("content", [None, "[]", "{"])
+def test_another_config_of_the_adapter_is_refused(trained, content):
+    path = trained.folder / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"lora_alpha": 320}) if content is None else content)
+    with pytest.raises(ValueError, match="fingerprint|expected a peft config"):
+        MedusaModel.from_pretrained(trained.folder)
+
+
+def test_an_adapter_that_the_heads_do_not_name_is_refused(trained):
+    path = trained.folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["adapter"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="got an adapter that config.json does not name"):
+        MedusaModel.from_pretrained(trained.folder)
+
+
+def test_what_is_missing_of_a_finished_run_is_written_again(make_config, tmp_path):
+    config = make_config(**JOINT)
+    train(config)
+    before = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    shutil.rmtree(tmp_path / "out" / "adapter")
+    train(config)
+    after = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    merging = config.model_copy(update={"joint": config.joint.model_copy(update={"save_merged": True})})
+    train(merging)
+    assert (tmp_path / "out" / "merged" / "config.json").is_file()
+
+
 def test_a_broken_adapter_entry_is_refused(trained):
     path = trained.folder / "config.json"
     config = json.loads(path.read_text())
@@ -227,6 +259,25 @@ def test_cached_states_of_a_base_that_changes_are_refused(config_file):
 def test_modules_that_are_not_there_are_named(make_config):
     with pytest.raises(ValueError, match=r"joint.target_modules: got \['q_proy'\]"):
         train(make_config(joint__rank=4, joint__target_modules=["q_proy"]))
+
+
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens", "q_proj"]])
+def test_embeddings_and_lm_head_are_not_adapted(make_config, modules):
+    with pytest.raises(ValueError, match="adapts the base's embeddings or its lm_head"):
+        train(make_config(joint__rank=4, joint__target_modules=modules))
+
+
+@pytest.mark.parametrize("modules, named", [(["q_proj", "nope"], "'nope'"), ("[", r"'\['")])
+def test_module_names_that_match_nothing_are_named(make_config, modules, named):
+    with pytest.raises(ValueError, match=f"joint.target_modules: got {named}"):
+        train(make_config(joint__rank=4, joint__target_modules=modules))
+
+
+def test_places_that_are_taken_are_refused_at_the_start(make_config, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "merged").write_text("mine")
+    with pytest.raises(ValueError, match="merged: got a file, expected a directory"):
+        train(make_config(**JOINT))
 
 
 def test_a_missing_peft_is_named(make_config, monkeypatch):
