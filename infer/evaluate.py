@@ -102,16 +102,12 @@ def _ranks(base_model: BaseModel, heads: MedusaHeads, text: LabelledText) -> Ten
     num_heads = heads.config.num_heads
     positions = _full_positions(text.loss_mask, num_heads).to(ids.device)
     to_draft = _draft_index(heads, ids)
-    columns = []
-    for k in range(num_heads):
-        targets = to_draft[positions + k + 2]
-        parts = [
-            true_ranks(heads(hidden[rows])[k], targets[start : start + ROWS], MAX_RANK)
-            for start in range(0, len(positions), ROWS)
-            if len(rows := positions[start : start + ROWS])
-        ]
-        columns.append(torch.cat(parts) if parts else positions)
-    return torch.stack(columns, dim=1)
+    ranks = positions.new_empty(len(positions), num_heads)
+    for start in range(0, len(positions), ROWS):
+        rows = positions[start : start + ROWS]
+        for k, logits in enumerate(heads(hidden[rows])):
+            ranks[start : start + ROWS, k] = true_ranks(logits, to_draft[rows + k + 2], MAX_RANK)
+    return ranks
 
 
 def _full_positions(loss_mask: Tensor, num_heads: int) -> Tensor:
