@@ -55,7 +55,7 @@ def run(command, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_readme_works_as_printed(readme, checkout):
     lines, python = commands(readme), blocks(readme, "python")
     assert len(lines) >= 10 and len(python) == 1
