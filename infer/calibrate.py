@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from medusa.calibration import Calibration, choose_tree
-from medusa.drafter import HeadsDrafter
+from medusa.heads_drafter import StaticTreeDrafter
 from medusa.model import MedusaModel
 from medusa.tree import DraftTree
 
@@ -27,6 +27,6 @@ def calibrate(model: MedusaModel, texts: Sequence[LabelledText], console: Consol
     parts = [evaluate_with_progress(model, half, console).statistics for half in (texts[::2], texts[1::2])]
     with token_progress(console, "c(N)", ROUNDS, "rounds") as progress:
         curve = measure_latency(model.base, on_round=lambda: progress.advance(1))
-    drafter = HeadsDrafter(model.heads, DraftTree.cartesian([8] + [1] * (model.heads.config.num_heads - 1)))
+    drafter = StaticTreeDrafter(model.heads, DraftTree.cartesian([8] + [1] * (model.heads.config.num_heads - 1)))
     propose = measure_propose(model.base, drafter)
     return choose_tree(parts[0], curve, propose_seconds=propose, held_out=parts[1], machine=describe_machine())

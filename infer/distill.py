@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from medusa.acceptance import EveryNode
 from medusa.base_model import BaseModel
 from medusa.drafter import RootDrafter
 
@@ -105,9 +106,9 @@ def write_prompts(base: BaseModel, path: Path, count: int, options: DistillOptio
 def _draw_prompts(base: BaseModel, block: int, size: int, options: DistillOptions) -> list[str]:
     opening = user_opening(base.tokenizer)
     generator = torch.Generator(base.device).manual_seed(options.seed * 1_000_003 + block)
-    choose = top_p_sampler(generator, temperature=options.temperature, top_p=options.top_p)
+    rule = EveryNode(top_p_sampler(generator, temperature=options.temperature, top_p=options.top_p))
     requests = [Request(opening, options.max_prompt_tokens, base.eos_token_ids, base.tokenizer) for _ in range(size)]
-    for _ in run_requests(base, RootDrafter(), requests, max_rows=options.max_rows, choose=choose):
+    for _ in run_requests(base, RootDrafter(), requests, max_rows=options.max_rows, rule=rule):
         pass
     texts = [request.text.strip() for request in requests if request.finish_reason == "stop"]
     return [text for text in texts if len(text) >= MIN_PROMPT_CHARACTERS]

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from medusa.acceptance import GREEDY, AcceptanceRule
 from medusa.base_model import BaseModel
 from medusa.drafter import Drafter
 
-from .decode import Choose, DecodeState, choose_best, decode_step, prefill
+from .decode import DecodeState, decode_step, prefill
 from .request import Piece, Request
 
 
@@ -23,12 +24,11 @@ class Engine:
     """
 
     def __init__(
-        self, base_model: BaseModel, drafter: Drafter, *, max_rows: int, capacity: int, choose: Choose = choose_best
+        self, base_model: BaseModel, drafter: Drafter, *, max_rows: int, capacity: int, rule: AcceptanceRule = GREEDY
     ) -> None:
-        self.base_model, self.drafter, self.choose = base_model, drafter, choose
+        self.base_model, self.rule = base_model, rule
         self.max_rows, self.capacity = max_rows, capacity
-        slots = capacity + drafter.tree.num_nodes
-        self.state = DecodeState.empty(base_model, base_model.new_cache(max_rows, slots))
+        self.state = DecodeState.empty(base_model, drafter, max_rows=max_rows, capacity=capacity)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
 
@@ -63,17 +63,16 @@ class Engine:
         return min(len(self.waiting), self.max_rows - len(self.running))
 
     def _admit(self, request: Request) -> tuple[Request, Piece]:
-        prefill(self.base_model, self.state, request.prompt_ids, self.choose)
+        prefill(self.base_model, self.state, request.prompt_ids, self.rule)
         self.running.append(request)
         piece = request.emit([int(self.state.root[-1])])
         self._drop_finished()
         return request, piece
 
     def _decode(self) -> list[tuple[Request, Piece]]:
-        tokens, counts = decode_step(self.base_model, self.drafter, self.state, self.choose)
-        num_drafted = self.drafter.tree.num_nodes - 1
-        rows = zip(self.running, tokens.tolist(), counts.tolist(), strict=True)
-        pieces = [(request, request.emit(row[:count], num_drafted)) for request, row, count in rows]
+        step = decode_step(self.base_model, self.state, self.rule)
+        rows = zip(self.running, step.tokens.tolist(), step.counts.tolist(), step.num_drafted.tolist(), strict=True)
+        pieces = [(request, request.emit(row[:count], drafted)) for request, row, count, drafted in rows]
         self._drop_finished()
         return pieces
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from medusa.acceptance import GREEDY, AcceptanceRule
 from medusa.base_model import BaseModel
 from medusa.drafter import Drafter, RootDrafter
 
-from .decode import Choose, choose_best
 from .engine import Engine, check_length
 from .request import FinishReason, GenerationStats, Piece, Request
 
@@ -70,14 +70,14 @@ def run_requests(
     requests: Sequence[Request],
     *,
     max_rows: int = 8,
-    choose: Choose = choose_best,
+    rule: AcceptanceRule = GREEDY,
 ) -> Iterator[tuple[Request, Piece]]:
     """Drive requests to their end in one engine made to measure."""
     if not requests:
         return
     capacity = max(request.capacity for request in requests)
     max_rows = min(max_rows, len(requests))
-    engine = Engine(base_model, drafter, max_rows=max_rows, capacity=capacity, choose=choose)
+    engine = Engine(base_model, drafter, max_rows=max_rows, capacity=capacity, rule=rule)
     for request in requests:
         request.start_clock()
     yield from engine.run(requests)

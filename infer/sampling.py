@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-
-from .decode import Choose
 
 FIRST_LOOK = 1024  # a full sort of the vocabulary is slow; this many tokens nearly always hold the nucleus
 
 
-def top_p_sampler(generator: torch.Generator, *, temperature: float = 1.0, top_p: float = 0.95) -> Choose:
-    """A `Choose` that draws from the smallest set of tokens whose probabilities reach `top_p`."""
+def top_p_sampler(
+    generator: torch.Generator, *, temperature: float = 1.0, top_p: float = 0.95
+) -> Callable[[Tensor], Tensor]:
+    """A choice that draws from the smallest set of tokens whose probabilities reach `top_p`."""
 
     def choose(logits: Tensor) -> Tensor:
         probabilities = (logits.float() / temperature).softmax(dim=-1)

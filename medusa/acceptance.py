@@ -1,18 +1,20 @@
 """Acceptance: which drafted path the base model agrees with.
 
-The base makes its own choice at every node of the tree: the argmax of its logits when decoding greedily. The longest
+The base makes its own choice at a node of the tree: the argmax of its logits there when decoding greedily. The longest
 drafted path that consists of these choices is accepted, and the base's choice after its last node comes on top, so the
 output is the one that the base would have written alone. The root is the base's own token and always accepted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .tree import DraftTree
+from .draft import Draft
 
 
 @dataclass(frozen=True)
@@ -30,29 +32,64 @@ class Acceptance:
         return self.nodes.gather(1, self.counts[:, None] - 1)[:, 0]
 
 
-def accept(tree: DraftTree, draft_tokens: Tensor, choices: Tensor) -> Acceptance:
+class AcceptanceRule(Protocol):
+    """How the base's logits decide. `rows` of the state are the live ones, in order."""
+
+    def first(self, logits: Tensor, row: int) -> Tensor:
+        """logits [1, V] after the prompt of a new row -> its first token, int64 [1]."""
+        ...
+
+    def accept(self, draft: Draft, logits: Tensor) -> Acceptance:
+        """logits [B, N, V], the base's at every node."""
+        ...
+
+
+@dataclass(frozen=True)
+class EveryNode:
+    """The base chooses at all nodes at once. choose: logits [..., V] -> token ids [...]."""
+
+    choose: Callable[[Tensor], Tensor]
+
+    def first(self, logits: Tensor, row: int) -> Tensor:
+        return self.choose(logits)
+
+    def accept(self, draft: Draft, logits: Tensor) -> Acceptance:
+        return accept(draft, self.choose(logits))
+
+
+def choose_best(logits: Tensor) -> Tensor:
+    """Greedy decoding. [..., V] -> int64 [...]."""
+    return logits.argmax(dim=-1)
+
+
+GREEDY = EveryNode(choose_best)
+
+
+def accept(draft: Draft, choices: Tensor) -> Acceptance:
     """Accept the longest path whose every token is the base's own choice at its parent.
 
-    draft_tokens and choices: int64 [B, N]; choices are the base's own tokens at each node. Siblings hold
-    different tokens, so at most one path goes on at each node and the longest one is unique up to its end. With
-    argmax choices this is greedy decoding.
+    choices: int64 [B, N], the base's own tokens at each node. Siblings hold different tokens, so at most one path goes
+    on at each node and the longest one is unique. With argmax choices this is greedy decoding.
     """
-    batch = draft_tokens.shape[0]
-    parent, paths = tree.parent.to(choices.device), tree.paths.to(choices.device)
-    matched = draft_tokens == choices[:, parent.clamp(min=0)]
+    matched = draft.tokens == choices.gather(1, draft.parent.clamp(min=0))
     matched[:, 0] = True
-    on_path = matched[:, paths.clamp(min=0)] & (paths >= 0)  # [B, P, L]
-    lengths = on_path.cumprod(dim=-1).sum(dim=-1)  # [B, P]
-    counts, best = lengths.max(dim=-1)
-    keep = torch.arange(paths.shape[1], device=choices.device) < counts[:, None]
-    nodes = torch.where(keep, paths[best], 0)
-    last = nodes.gather(1, counts[:, None] - 1)
-    return Acceptance(nodes, counts, choices.gather(1, last).view(batch))
+    agreed = ~(draft.mask & ~matched[:, None]).any(dim=-1)  # [B, N]: the node and all its ancestors
+    return accept_path(draft, draft.depth.masked_fill(~agreed, -1).argmax(dim=1), choices)
 
 
-def slow_accept(tree: DraftTree, draft_tokens: list[int], choices: list[int]) -> tuple[list[int], int]:
+def accept_path(draft: Draft, last: Tensor, choices: Tensor) -> Acceptance:
+    """Accept the path from the root to node `last`, int64 [B]; the bonus token is choices[b, last[b]]."""
+    counts = draft.depth.gather(1, last[:, None])[:, 0] + 1
+    rows = torch.arange(len(last), device=last.device)
+    path = draft.mask[rows, last].to(torch.int8)  # ancestors, in the order of their depth
+    nodes = path.argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
+    nodes = nodes.masked_fill(torch.arange(nodes.shape[1], device=last.device) >= counts[:, None], 0)
+    return Acceptance(nodes, counts, choices.gather(1, last[:, None])[:, 0])
+
+
+def slow_accept(parent: list[int], draft_tokens: list[int], choices: list[int]) -> tuple[list[int], int]:
     """The obvious reference for one row: walk down from the root while a child holds the base's choice."""
-    parent, node, nodes = tree.parent.tolist(), 0, [0]
+    node, nodes = 0, [0]
     while True:
         children = [n for n in range(len(parent)) if parent[n] == node and draft_tokens[n] == choices[node]]
         if not children:

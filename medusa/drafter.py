@@ -1,65 +1,46 @@
 """Drafters: whatever fills a tree with tokens. The verifier does not know which one did.
 
-`Drafter` is the seam that every design plugs into; `RootDrafter` drafts nothing (plain autoregressive decoding),
-`HeadsDrafter` fills the tree from Medusa heads.
+`Drafter` is the seam that every design plugs into; `RootDrafter` drafts nothing (plain autoregressive decoding). The
+others are in `heads_drafter.py` and `lookup.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
-from .tree import DraftTree
-
-if TYPE_CHECKING:
-    from .heads import MedusaHeads
+from .draft import Draft
 
 
-class Drafter(Protocol):
-    @property
-    def tree(self) -> DraftTree: ...
+class Drafter(ABC):
+    """Proposes a tree for every live row. Drafters that remember rows follow them through the hooks below, which are
+    called for rows as the KV cache's are; one engine at a time may use such a drafter.
 
-    def propose(self, root: Tensor, hidden: Tensor) -> Tensor:
-        """root int64 [B], the base's next token; hidden [B, D], the state it was predicted from.
-
-        Returns the draft tokens, int64 [B, N], node 0 being the root.
-        """
-        ...
-
-
-class RootDrafter:
-    """Nothing is drafted: one token a step."""
-
-    tree = DraftTree.root_only()
-
-    def propose(self, root: Tensor, hidden: Tensor) -> Tensor:
-        return root[:, None]
-
-
-class HeadsDrafter:
-    """Node (r0, .., rd) holds head d's guess of rank rd; heads run once a row, on the last accepted position only.
-
-    Raises ValueError for a tree deeper than the heads or wider than their vocabulary.
+    max_nodes: the largest N that `propose` may return.
     """
 
-    def __init__(self, heads: MedusaHeads, tree: DraftTree) -> None:
-        config = heads.config
-        DraftTree.from_paths(tree.node_paths, max_depth=config.num_heads)
-        if tree.max_width > config.num_draft_tokens:
-            raise ValueError(
-                f"draft tree: rank {tree.max_width - 1} is asked for, but the heads guess among "
-                f"{config.num_draft_tokens} tokens; use a narrower tree"
-            )
-        self.heads, self.tree = heads, tree
-        self._head, self._rank = tree.depth[1:] - 1, tree.rank[1:]
+    max_nodes: int
 
-    @torch.no_grad()
-    def propose(self, root: Tensor, hidden: Tensor) -> Tensor:
-        if self.tree.num_nodes == 1:
-            return root[:, None]
-        logits = self.heads(hidden)[: self.tree.max_depth]  # [K, B, draft vocabulary]
-        best = self.heads.draft_to_base(logits.topk(self.tree.max_width, dim=-1).indices)
-        head, rank = self._head.to(root.device), self._rank.to(root.device)
-        return torch.cat([root[:, None], best[head, :, rank].T], dim=1)
+    @abstractmethod
+    def propose(self, root: Tensor, hidden: Tensor) -> Draft:
+        """root int64 [B], the base's next token; hidden [B, D], the state it was predicted from."""
+
+    def observe(self, rows: slice, tokens: Tensor, counts: Tensor, hidden: Tensor) -> None:  # noqa: B027 - a hook
+        """Rows have grown: row b of them by `tokens[b, :counts[b]]` (int64 [b, L] and [b], on the CPU), whose states
+        are `hidden[b, :counts[b]]` ([b, L, D]). Called for the prompt, in chunks, and after every step."""
+
+    def clear_row(self, row: int) -> None:  # noqa: B027
+        """The row is empty, or about to be filled anew."""
+
+    def move_row(self, source: int, target: int) -> None:  # noqa: B027
+        """Row `target` holds from now on what row `source` holds."""
+
+
+class RootDrafter(Drafter):
+    """Nothing is drafted: one token a step."""
+
+    max_nodes = 1
+
+    def propose(self, root: Tensor, hidden: Tensor) -> Draft:
+        return Draft.of_roots(root)

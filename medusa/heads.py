@@ -119,6 +119,14 @@ class MedusaHeads(nn.Module):
             return self._shared()(features)
         return torch.stack([self.project(features[k], k) for k in range(self.config.num_heads)])
 
+    def logits(self, head: int, hidden: Tensor, prefix: Tensor) -> Tensor:
+        """What head `head` expects after a drafted prefix: logits [n, num_draft_tokens].
+
+        hidden: [n, D], the states at t. prefix: int64 [n, head + 1], the base's ids of the tokens at t + 1 (the root)
+        to t + head + 1. Independent heads do not look at it.
+        """
+        return self.project(self.blocks[head](hidden), head)
+
     def draft_to_base(self, ids: Tensor) -> Tensor:
         """Draft indices, any shape -> the base's token ids."""
         return ids if self.draft_token_ids is None else self.draft_token_ids[ids]

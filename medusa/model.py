@@ -12,9 +12,10 @@ from .adapter import ADAPTER_FOLDER, MergedAdapter
 from .base_model import BaseModel, load_base_model
 from .calibration import Calibration
 from .checkpoint import check_base, is_merged, load_heads
-from .drafter import HeadsDrafter
+from .drafter import Drafter
 from .fingerprint import fingerprint
 from .heads import MedusaHeads
+from .heads_drafter import StaticTreeDrafter
 from .linear import pack_linears
 from .tree import DraftTree
 
@@ -77,8 +78,9 @@ class MedusaModel:
             pack_linears(heads)
         return model
 
-    def drafter(self) -> HeadsDrafter:
-        return HeadsDrafter(self.heads, self.tree)
+    def drafter(self) -> Drafter:
+        """A new one; it follows the rows of one engine."""
+        return StaticTreeDrafter(self.heads, self.tree)
 
 
 def _load_calibration(path: Path) -> Calibration | None:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa.config import HeadsConfig
-from medusa.drafter import HeadsDrafter, RootDrafter
+from medusa.drafter import RootDrafter
 from medusa.heads import MedusaHeads
+from medusa.heads_drafter import StaticTreeDrafter
 from medusa.tree import DraftTree
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), max_size=12)
@@ -67,15 +68,15 @@ def heads(num_heads=2, draft_vocab_size=4):
 def test_trees_beyond_the_heads_are_refused():
     """Not an index out of range, nor silently the next head's guesses, in the middle of an answer."""
     with pytest.raises(ValueError, match="has depth 3, but there are 2 heads"):
-        HeadsDrafter(heads(), DraftTree.chain(3))
+        StaticTreeDrafter(heads(), DraftTree.chain(3))
     with pytest.raises(ValueError, match="rank 4 is asked for, but the heads guess among 4 tokens"):
-        HeadsDrafter(heads(), DraftTree.cartesian([5]))
+        StaticTreeDrafter(heads(), DraftTree.cartesian([5]))
 
 
 def test_a_node_holds_its_heads_guess_of_its_rank():
-    drafter = HeadsDrafter(heads(), DraftTree.cartesian([3, 2]))
+    drafter = StaticTreeDrafter(heads(), DraftTree.cartesian([3, 2]))
     hidden, root = torch.randn(5, 8), torch.arange(5)
-    tokens = drafter.propose(root, hidden)
+    tokens = drafter.propose(root, hidden).tokens
     best = drafter.heads(hidden).topk(3).indices  # [K, B, 3]
     for row in range(5):
         assert tokens[row, 0] == root[row]
@@ -88,9 +89,11 @@ def test_no_autograd_graph_is_kept():
     made = heads()
     for parameter in made.parameters():
         parameter.requires_grad_(True)
-    tokens = HeadsDrafter(made, DraftTree.chain(2)).propose(torch.zeros(1, dtype=torch.int64), torch.randn(1, 8))
+    tokens = (
+        StaticTreeDrafter(made, DraftTree.chain(2)).propose(torch.zeros(1, dtype=torch.int64), torch.randn(1, 8)).tokens
+    )
     assert tokens.grad_fn is None
 
 
 def test_the_root_drafter_drafts_nothing():
-    assert RootDrafter().propose(torch.tensor([4, 7]), torch.randn(2, 8)).tolist() == [[4], [7]]
+    assert RootDrafter().propose(torch.tensor([4, 7]), torch.randn(2, 8)).tokens.tolist() == [[4], [7]]

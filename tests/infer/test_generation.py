@@ -9,7 +9,8 @@ import torch
 
 from medusa.base_model import adapt_base_model
 from medusa.config import HeadsConfig
-from medusa.drafter import RootDrafter
+from medusa.draft import Draft
+from medusa.drafter import Drafter, RootDrafter
 from medusa.heads import MedusaHeads
 from medusa.infer import generate, stream
 from medusa.infer.engine import Engine
@@ -41,16 +42,16 @@ def answer_of(model, prompt="Hi", **options):
     return generate(model, [prompt], **({"max_new_tokens": 40, "ignore_eos": True} | options))[0]
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Drafts what is known to come, so that a step brings several tokens at once."""
 
     def __init__(self, answer, depth):
-        self.tree, self.answer = DraftTree.chain(depth), answer
+        self.tree, self.answer, self.max_nodes = DraftTree.chain(depth), answer, depth + 1
 
     def propose(self, root, hidden):
         place = self.answer.index(int(root[0]))
         row = (self.answer[place:] + [0] * self.tree.num_nodes)[: self.tree.num_nodes]
-        return torch.tensor([row])
+        return Draft.of_tree(self.tree, torch.tensor([row]))
 
 
 def distinct_start(tokens):

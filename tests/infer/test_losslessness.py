@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from medusa.base_model import adapt_base_model
 from medusa.config import HeadsConfig
-from medusa.drafter import HeadsDrafter
+from medusa.draft import Draft
+from medusa.drafter import Drafter, RootDrafter
 from medusa.heads import MedusaHeads
+from medusa.heads_drafter import StaticTreeDrafter
 from medusa.infer.decode import DecodeState, prefill
 from medusa.infer.generation import run_requests
 from medusa.infer.request import Request
@@ -47,7 +49,7 @@ def test_tree_logits_are_those_of_each_path_alone(family, context, monkeypatch):
     tree = DraftTree.cartesian([3, 2, 1, 2])
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in CONTEXTS[context]]
-    state = DecodeState.empty(base, base.new_cache(len(prompts), 64 + tree.num_nodes))
+    state = DecodeState.empty(base, RootDrafter(), max_rows=len(prompts), capacity=64 + tree.num_nodes)
     for prompt in prompts:
         prefill(base, state, prompt)
     tokens = torch.randint(3, VOCAB_SIZE, (len(prompts), tree.num_nodes), generator=generator)
@@ -64,11 +66,12 @@ def test_tree_logits_are_those_of_each_path_alone(family, context, monkeypatch):
             assert (logits[row, nodes] - expected).abs().max() < 1e-4
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Drafts what the base is going to say, with mistakes: so that drafts of every depth are accepted and refused."""
 
     def __init__(self, tree, continuations, generator, mistakes):
         self.tree, self.generator, self.mistakes = tree, generator, mistakes
+        self.max_nodes = tree.num_nodes
         self._next = {tuple(prompt): answer for prompt, answer in continuations}
 
     def watch(self, requests):
@@ -78,7 +81,7 @@ class OracleDrafter:
         rows = []
         for token in root.tolist():
             rows.append(self._draft(token))
-        return torch.tensor(rows)
+        return Draft.of_tree(self.tree, torch.tensor(rows))
 
     def _draft(self, root):
         """The tokens after the only place of an answer where `root` comes next, else noise."""
@@ -143,7 +146,7 @@ def test_greedy_tokens_are_stock_generates_whatever_heads_guess(tree, prompts, m
         for parameter in heads.blocks.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     expected = [stock_answer("llama", prompt, 10) for prompt in prompts]
-    assert decode(base, HeadsDrafter(heads, tree), make_requests(prompts, 10), max_rows) == expected
+    assert decode(base, StaticTreeDrafter(heads, tree), make_requests(prompts, 10), max_rows) == expected
 
 
 def test_the_oracle_has_drafts_of_every_depth_accepted_and_refused():
