@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medusa.acceptance_statistics import AcceptanceStatistics, best_tree, true_ranks
 from medusa.base_model import BaseModel
-from medusa.heads import MedusaHeads
+from medusa.heads import Heads
 from medusa.model import MedusaModel
 from medusa.tree import DraftTree
 
@@ -50,7 +50,7 @@ class Evaluation:
 
 def evaluate(
     base_model: BaseModel,
-    heads: MedusaHeads,
+    heads: Heads,
     texts: Sequence[LabelledText],
     *,
     on_text: Callable[[int], None] | None = None,
@@ -95,7 +95,7 @@ def print_evaluation(evaluation: Evaluation, tree: DraftTree | None, console: Co
 
 
 @torch.inference_mode()
-def _ranks(base_model: BaseModel, heads: MedusaHeads, text: LabelledText) -> Tensor:
+def _ranks(base_model: BaseModel, heads: Heads, text: LabelledText) -> Tensor:
     """int64 [n, K]."""
     ids = text.input_ids.to(base_model.device)
     hidden = base_model.hidden_states(ids[None], torch.ones_like(ids[None]))[0]
@@ -105,7 +105,9 @@ def _ranks(base_model: BaseModel, heads: MedusaHeads, text: LabelledText) -> Ten
     ranks = positions.new_empty(len(positions), num_heads)
     for start in range(0, len(positions), ROWS):
         rows = positions[start : start + ROWS]
-        for k, logits in enumerate(heads(hidden[rows])):
+        prefix = ids[rows[:, None] + torch.arange(1, num_heads + 1, device=ids.device)]
+        for k in range(num_heads):
+            logits = heads.logits(k, hidden[rows], prefix)
             ranks[start : start + ROWS, k] = true_ranks(logits, to_draft[rows + k + 2], MAX_RANK)
     return ranks
 
@@ -119,7 +121,7 @@ def _full_positions(loss_mask: Tensor, num_heads: int) -> Tensor:
     return windows[1 : length + 1].nonzero().flatten()
 
 
-def _draft_index(heads: MedusaHeads, ids: Tensor) -> Tensor:
+def _draft_index(heads: Heads, ids: Tensor) -> Tensor:
     """Each token's index in the heads' vocabulary, -1 where it has none."""
     if heads.draft_token_ids is None:
         return ids

@@ -53,6 +53,12 @@ class BaseModel:
         return weight.detach()
 
     @property
+    def embedding_weight(self) -> Tensor:
+        """[V, D], the table of input embeddings."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight.detach()
+
+    @property
     def lm_head_bias(self) -> Tensor | None:
         """[V]; most families have none."""
         bias: Tensor | None = getattr(self.model.get_output_embeddings(), "bias", None)

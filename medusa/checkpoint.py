@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .conditioned_heads import make_heads
 from .config import HeadsConfig
-from .heads import MedusaHeads
+from .heads import Heads
 
 SCHEMA_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -57,7 +58,7 @@ class HeadsInfo:
     adapter: AdapterReference | None = None
 
 
-def save_heads(folder: str | Path, heads: MedusaHeads, info: HeadsInfo) -> None:
+def save_heads(folder: str | Path, heads: Heads, info: HeadsInfo) -> None:
     """Write `config.json` and `heads.safetensors`, the latter in the heads' dtype, into `folder`, made if missing."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,8 +80,8 @@ def save_heads(folder: str | Path, heads: MedusaHeads, info: HeadsInfo) -> None:
     )
 
 
-def load_heads(folder: str | Path) -> tuple[MedusaHeads, HeadsInfo]:
-    """Heads on the CPU in the saved dtype, without the base's lm_head: `attach_lm_head` it, after `check_base`.
+def load_heads(folder: str | Path) -> tuple[Heads, HeadsInfo]:
+    """Heads on the CPU in the saved dtype, without the base's parts: `attach_base` them, after `check_base`.
 
     Raises ValueError for anything missing, unexpected, damaged, of another schema, or pickled.
     """
@@ -88,7 +89,7 @@ def load_heads(folder: str | Path) -> tuple[MedusaHeads, HeadsInfo]:
     config, info, dtype = _read_config(folder)
     tensors = _read_tensors(folder)
     try:
-        heads = MedusaHeads(config, tensors.get("draft_token_ids")).to(dtype)
+        heads = make_heads(config, tensors.get("draft_token_ids")).to(dtype)
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
     _check_tensors(folder / WEIGHTS_FILE, tensors, dict(heads.state_dict()))
@@ -164,6 +165,8 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, HeadsInfo, torch.dtype]:
             if not isinstance(value, str):
                 raise ValueError(f"{path}: got adapter.{name} {value!r}, expected a string")
         adapter = AdapterReference(**adapter)
+    if isinstance(content["heads"], dict):  # heads were all of one design once, and did not say which
+        content["heads"] = {"design": "medusa", "markov_rank": None} | content["heads"]
     _check_keys(path, "heads.", content["heads"], {field.name for field in fields(HeadsConfig)})
     _check_keys(path, "base_model.", content["base_model"], {field.name for field in fields(BaseReference)})
     for name in ("name", "fingerprint"):

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """Shape of a set of Medusa heads.
+    """Shape of a set of heads.
 
+    `design`: "medusa", "markov" or "hydra", see heads.py and conditioned_heads.py. `markov_rank`: of the parent's bias,
+    set exactly for that design. `num_layers`: residual blocks a head.
     `lm_head`: "own" gives each head a projection of its own (as the paper has it), "shared" reuses the frozen base's.
     `draft_vocab_size`: heads guess only among that many tokens (the most frequent of the training data); None: all.
     Raises ValueError on values that make no model.
@@ -21,6 +23,8 @@ class HeadsConfig:
     vocab_size: int
     lm_head: Literal["own", "shared"] = "shared"
     draft_vocab_size: int | None = None
+    design: Literal["medusa", "markov", "hydra"] = "medusa"
+    markov_rank: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
@@ -34,6 +38,19 @@ class HeadsConfig:
                 f"heads config: draft_vocab_size is {self.draft_vocab_size}, expected 1 to the base model's "
                 f"{self.vocab_size} tokens, or null for all of them"
             )
+        if self.design not in ("medusa", "markov", "hydra"):
+            raise ValueError(f"heads config: design is {self.design!r}, expected 'medusa', 'markov' or 'hydra'")
+        rank = self.markov_rank
+        if (rank is not None) != (self.design == "markov") or (rank is not None and rank < 1):
+            raise ValueError(
+                f"heads config: markov_rank is {rank} for the design {self.design!r}, expected at least 1 "
+                "for 'markov' and null for the others"
+            )
+
+    @property
+    def sees_prefix(self) -> bool:
+        """Whether heads look at the embeddings of drafted tokens."""
+        return self.design == "hydra"
 
     @property
     def num_draft_tokens(self) -> int:

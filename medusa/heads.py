@@ -1,11 +1,14 @@
-"""Medusa heads: K small residual networks on the base's last hidden state, each guessing one token further ahead.
+"""Heads: K small networks on the base's last hidden state, each guessing one token further ahead.
 
-Head k (0-based) at position t guesses the token at t + k + 2; the base's own lm_head guesses t + 1. Medusa (Cai et al.,
-2024, arXiv 2401.10774), section 2.1: `x + SiLU(Linear(x))`, zero-initialised, then a projection to the vocabulary, so
-that untrained heads say exactly what the base's lm_head says. Not here: the loss, files, how guesses become a tree.
+Head k (0-based) at position t guesses the token at t + k + 2; the base's own lm_head guesses t + 1. All designs answer
+the same question, `logits(head, hidden, prefix)`: what comes after these drafted tokens? `MedusaHeads`, here, do not
+look at them; those that do are in `conditioned_heads.py`. Not here: the loss, files, how guesses become a tree.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,39 +23,55 @@ class ResidualBlock(nn.Module):
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden_size, hidden_size)
-        # Both zero: with a bias left random, SiLU(bias) would move untrained heads off the base's own guess.
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        zero_(self.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.silu(self.linear(x))
 
 
-class MedusaHeads(nn.Module):
-    """K heads on one hidden state.
+def zero_(linear: nn.Linear) -> None:
+    """Both parts: with a bias left random, SiLU(bias) would move untrained heads off the base's own guess."""
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a head's logits, `features @ weight.T`: [n, d] and [num_draft_tokens, d]. Its gradients go where the
+    two require them."""
+
+    features: Tensor
+    weight: Tensor
+
+
+class Heads(nn.Module, ABC):
+    """What all designs share: a projection to the draft vocabulary, and what of the base they use.
 
     `draft_token_ids`: int64 [num_draft_tokens], ascending, the base's id of each draft index; needed exactly where
-    `config.draft_vocab_size` is set. A projection comes from the base: call `init_from_lm_head` on new heads,
-    `attach_lm_head` on loaded ones. Raises ValueError for a draft vocabulary that does not fit the config.
+    `config.draft_vocab_size` is set. The base's parts come from it: call `init_from_base` on new heads, `attach_base`
+    on loaded ones. Raises ValueError for a draft vocabulary that does not fit the config.
     """
 
     draft_token_ids: Tensor | None
+    embeddings: Tensor
     shared_projection: nn.Linear
 
     def __init__(self, config: HeadsConfig, draft_token_ids: Tensor | None = None) -> None:
         super().__init__()
         self.config = config
-        # A new block for each place: `[block] * n` would train one block n times.
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
-            for _ in range(config.num_heads)
-        )
         self.register_buffer("draft_token_ids", _checked_ids(config, draft_token_ids))
         if config.lm_head == "own":
             self.projections = nn.ModuleList(self._new_projection() for _ in range(config.num_heads))
 
     def _new_projection(self) -> nn.Linear:
         return nn.Linear(self.config.hidden_size, self.config.num_draft_tokens, bias=False)
+
+    def _new_blocks(self, num_layers: int) -> nn.ModuleList:
+        # A new block for each place: `[block] * n` would train one block n times.
+        return nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(self.config.hidden_size) for _ in range(num_layers)))
+            for _ in range(self.config.num_heads)
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,22 +82,30 @@ class MedusaHeads(nn.Module):
         """[num_draft_tokens, D]: the rows of the base's lm_head that a shared projection multiplies by."""
         return self._shared().weight
 
-    def attach_lm_head(self, weight: Tensor) -> None:
-        """Give shared heads the base's lm_head [V, D]: only the draft rows are kept, frozen and never saved.
+    def attach_base(self, lm_head: Tensor, embeddings: Tensor) -> None:
+        """Give heads the base's lm_head [V, D], of which shared projections keep the draft rows, and the table of its
+        input embeddings [V, D]; both frozen and never saved.
 
-        Without a draft vocabulary, and in the heads' own dtype and device, memory is shared with the base. Heads with
-        projections of their own only check the shape. Raises ValueError where it is another size than the config's.
+        Memory is shared with the base where dtype and device are the same; the embeddings stay in its dtype. Raises
+        ValueError where either is another size than the config's.
         """
         expected = (self.config.vocab_size, self.config.hidden_size)
-        if tuple(weight.shape) != expected:
+        if tuple(lm_head.shape) != expected:
             raise ValueError(
-                f"heads: got a base lm_head of shape {list(weight.shape)}, expected {list(expected)}; "
+                f"heads: got a base lm_head of shape {list(lm_head.shape)}, expected {list(expected)}; "
                 "use the base model that the heads were trained on"
             )
+        parameter = next(self.parameters())
+        if self.config.sees_prefix:
+            if embeddings.shape[1] != expected[1]:
+                raise ValueError(
+                    f"heads: got a base with input embeddings of {embeddings.shape[1]} numbers, expected "
+                    f"{expected[1]}, its hidden size, which {self.config.design} heads need; use heads.design=medusa"
+                )
+            self.register_buffer("embeddings", embeddings.detach().to(parameter.device), persistent=False)
         if self.config.lm_head == "own":
             return
-        parameter = next(self.parameters())
-        rows = self._draft_rows(weight).to(parameter.device, parameter.dtype)
+        rows = self._draft_rows(lm_head).to(parameter.device, parameter.dtype)
         projection = nn.Linear(1, 1, bias=False, device="meta")  # an nn.Linear, so that it can be packed like others
         projection.in_features, projection.out_features = self.config.hidden_size, self.config.num_draft_tokens
         del projection.weight
@@ -86,11 +113,11 @@ class MedusaHeads(nn.Module):
         self.shared_projection = projection
 
     @torch.no_grad()
-    def init_from_lm_head(self, weight: Tensor) -> None:
-        """Start new heads from the base's lm_head [V, D]: copied into own projections, attached to shared ones."""
-        self.attach_lm_head(weight)
+    def init_from_base(self, lm_head: Tensor, embeddings: Tensor) -> None:
+        """Start new heads from the base: its lm_head is copied into own projections, attached to shared ones."""
+        self.attach_base(lm_head, embeddings)
         if self.config.lm_head == "own":
-            rows = self._draft_rows(weight)
+            rows = self._draft_rows(lm_head)
             for k in range(self.config.num_heads):
                 self.projection_weight(k).copy_(rows)
 
@@ -98,9 +125,32 @@ class MedusaHeads(nn.Module):
         weight = weight.detach()
         return weight if self.draft_token_ids is None else weight[self.draft_token_ids.to(weight.device)]
 
-    def features(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [K, ..., D]: what each head projects."""
-        return torch.stack([block(hidden) for block in self.blocks])
+    @abstractmethod
+    def features(self, head: int, hidden: Tensor, prefix: Tensor) -> Tensor:
+        """What a head projects: [n, D]. Arguments as for `logits`."""
+
+    def logits(self, head: int, hidden: Tensor, prefix: Tensor) -> Tensor:
+        """What head `head` expects after a drafted prefix: logits [n, num_draft_tokens].
+
+        hidden: [n, D], the states at t. prefix: int [n, head + 1 or more], the base's ids of the tokens from t + 1
+        (the root) to t + head + 1; what comes behind is not looked at.
+        """
+        return self.project(self.features(head, hidden, prefix), head)
+
+    def terms(self, head: int, hidden: Tensor, prefix: Tensor) -> list[Term]:
+        """The same logits as sums of products, for the loss, which projects in chunks. Weights require grad where they
+        are trained."""
+        return [Term(self.features(head, hidden, prefix), self.projection_weight(head))]
+
+    def forward(self, hidden: Tensor, prefix: Tensor | None = None) -> Tensor:
+        """All heads at once: hidden [..., D], prefix int [..., K] -> [K, ..., num_draft_tokens]. Heads that do not
+        look at a prefix need none."""
+        if prefix is None:
+            assert not (self.config.sees_prefix or self.config.markov_rank), "these heads look at a prefix"
+            prefix = torch.zeros(*hidden.shape[:-1], self.config.num_heads, dtype=torch.int64, device=hidden.device)
+        flat, words = hidden.reshape(-1, hidden.shape[-1]), prefix.reshape(-1, prefix.shape[-1])
+        logits = torch.stack([self.logits(k, flat, words) for k in range(self.config.num_heads)])
+        return logits.view(len(logits), *hidden.shape[:-1], -1)
 
     def project(self, features: Tensor, head: int) -> Tensor:
         """[..., D] of one head -> logits [..., num_draft_tokens]."""
@@ -112,21 +162,6 @@ class MedusaHeads(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> logits [K, ..., num_draft_tokens]. Shared heads multiply by the lm_head once, all K together."""
-        features = self.features(hidden)
-        if self.config.lm_head == "shared":
-            return self._shared()(features)
-        return torch.stack([self.project(features[k], k) for k in range(self.config.num_heads)])
-
-    def logits(self, head: int, hidden: Tensor, prefix: Tensor) -> Tensor:
-        """What head `head` expects after a drafted prefix: logits [n, num_draft_tokens].
-
-        hidden: [n, D], the states at t. prefix: int64 [n, head + 1], the base's ids of the tokens at t + 1 (the root)
-        to t + head + 1. Independent heads do not look at it.
-        """
-        return self.project(self.blocks[head](hidden), head)
-
     def draft_to_base(self, ids: Tensor) -> Tensor:
         """Draft indices, any shape -> the base's token ids."""
         return ids if self.draft_token_ids is None else self.draft_token_ids[ids]
@@ -136,8 +171,23 @@ class MedusaHeads(nn.Module):
 
     def _shared(self) -> nn.Linear:
         projection = getattr(self, "shared_projection", None)
-        assert projection is not None, "shared heads need attach_lm_head(base lm_head) before use"
+        assert projection is not None, "shared heads need attach_base before use"
         return projection
+
+
+class MedusaHeads(Heads):
+    """Independent heads: each guesses from the state alone, blind to what the others drafted.
+
+    Medusa (Cai et al., 2024, arXiv 2401.10774), section 2.1: `x + SiLU(Linear(x))`, zero-initialised, then a projection
+    to the vocabulary, so that untrained heads say exactly what the base's lm_head says.
+    """
+
+    def __init__(self, config: HeadsConfig, draft_token_ids: Tensor | None = None) -> None:
+        super().__init__(config, draft_token_ids)
+        self.blocks = self._new_blocks(config.num_layers)
+
+    def features(self, head: int, hidden: Tensor, prefix: Tensor) -> Tensor:
+        return self.blocks[head](hidden)
 
 
 def _checked_ids(config: HeadsConfig, ids: Tensor | None) -> Tensor | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .draft import Draft
 from .drafter import Drafter
-from .heads import MedusaHeads
+from .heads import Heads
 from .tree import DraftTree
 
 
@@ -17,7 +17,7 @@ class StaticTreeDrafter(Drafter):
     Raises ValueError for a tree deeper than the heads or wider than their vocabulary.
     """
 
-    def __init__(self, heads: MedusaHeads, tree: DraftTree) -> None:
+    def __init__(self, heads: Heads, tree: DraftTree) -> None:
         config = heads.config
         DraftTree.from_paths(tree.node_paths, max_depth=config.num_heads)
         if tree.max_width > config.num_draft_tokens:
@@ -26,13 +26,21 @@ class StaticTreeDrafter(Drafter):
                 f"{config.num_draft_tokens} tokens; use a narrower tree"
             )
         self.heads, self.tree, self.max_nodes = heads, tree, tree.num_nodes
-        self._head, self._rank = tree.depth[1:] - 1, tree.rank[1:]
 
     @torch.no_grad()
     def propose(self, root: Tensor, hidden: Tensor) -> Draft:
         if self.tree.num_nodes == 1:
             return Draft.of_roots(root)
-        logits = self.heads(hidden)[: self.tree.max_depth]  # [K, B, draft vocabulary]
-        best = self.heads.draft_to_base(logits.topk(self.tree.max_width, dim=-1).indices)
-        head, rank = self._head.to(root.device), self._rank.to(root.device)
-        return Draft.of_tree(self.tree, torch.cat([root[:, None], best[head, :, rank].T], dim=1))
+        tree = self.tree
+        tokens = root.new_zeros(len(root), tree.num_nodes)
+        tokens[:, 0] = root
+        for head in range(tree.max_depth):
+            children = (tree.depth == head + 1).nonzero().flatten()
+            parents, place = tree.parent[children].unique(return_inverse=True)
+            ancestors = torch.stack([tree.attention_mask[p].nonzero().flatten() for p in parents])  # [n, head + 1]
+            prefix = tokens[:, ancestors].flatten(0, 1)
+            states = hidden[:, None].expand(-1, len(parents), -1).flatten(0, 1)
+            best = self.heads.logits(head, states, prefix).topk(int(tree.rank[children].max()) + 1).indices
+            best = self.heads.draft_to_base(best).view(len(root), len(parents), -1)
+            tokens[:, children] = best[:, place, tree.rank[children]]
+        return Draft.of_tree(tree, tokens)

@@ -14,7 +14,7 @@ from .calibration import Calibration
 from .checkpoint import check_base, is_merged, load_heads
 from .drafter import Drafter
 from .fingerprint import fingerprint
-from .heads import MedusaHeads
+from .heads import Heads
 from .heads_drafter import StaticTreeDrafter
 from .linear import pack_linears
 from .tree import DraftTree
@@ -26,7 +26,7 @@ class MedusaModel:
     `adapter`: the one that was merged into the base (Medusa-2), None where none was."""
 
     base: BaseModel
-    heads: MedusaHeads
+    heads: Heads
     tree: DraftTree
     calibration: Calibration | None = None
     adapter: MergedAdapter | None = None
@@ -68,7 +68,7 @@ class MedusaModel:
             adapter = MergedAdapter(Path(heads_dir) / ADAPTER_FOLDER, info.adapter)
             adapter.merge_into(base_model.model)
         heads = heads.to(device=base_model.device, dtype=base_model.dtype).requires_grad_(False).eval()
-        heads.attach_lm_head(base_model.lm_head_weight)
+        heads.attach_base(base_model.lm_head_weight, base_model.embedding_weight)
         calibration = _load_calibration(Path(heads_dir) / info.tree)
         tree = calibration.tree if calibration else DraftTree.chain(heads.config.num_heads)
         model = cls(base_model, heads, tree, calibration, adapter)

@@ -61,7 +61,7 @@ def main() -> None:
 def judge(folder: Path, test: str) -> dict[str, Any]:
     heads, info = load_heads(folder)
     base = load_base_model(info.base_model.name)
-    heads.attach_lm_head(base.lm_head_weight)
+    heads.attach_base(base.lm_head_weight, base.embedding_weight)
     return evaluate(base, heads, build_dataset(test, base.tokenizer, 1024).examples).to_dict()
 
 

@@ -27,7 +27,7 @@ from medusa.infer.machine import describe_machine
 from medusa.train.batching import Batch, Example, batch_order, collate
 from medusa.train.dataset import build_dataset, frequent_tokens
 from medusa.train.features import OnlineHidden
-from medusa.train.labels import draft_index, gather_labels
+from medusa.train.labels import draft_index, gather_labels, gather_prefix
 from medusa.train.loss import LossSettings, accumulate_gradients, head_weights
 
 DRAFT_TOKENS, NUM_LAYERS, BATCH_SIZE, CHUNK = 8192, 3, 8, 256
@@ -46,7 +46,7 @@ class Trainer:
             draft_vocab_size=len(draft_ids),
         )
         self.base, self.heads = base, MedusaHeads(config, draft_ids)
-        self.heads.init_from_lm_head(base.lm_head_weight)
+        self.heads.init_from_base(base.lm_head_weight, base.embedding_weight)
         self.heads.shared_projection.to(base.dtype)
         self.source = OnlineHidden(base, num_heads)
         self.base_to_draft = draft_index(draft_ids, base.vocab_size)
@@ -65,7 +65,8 @@ class Trainer:
         labels = gather_labels(batch.input_ids, batch.loss_mask, num_heads, self.base_to_draft)
         self.optimizer.zero_grad()
         settings = LossSettings(head_weights(num_heads, 0.8), CHUNK, compute_dtype=self.base.dtype)
-        accumulate_gradients(self.heads, hidden, labels, settings)
+        prefix = gather_prefix(batch.input_ids, batch.loss_mask, num_heads)
+        accumulate_gradients(self.heads, hidden, prefix, labels, settings)
         self.optimizer.step()
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medusa.checkpoint import BaseReference, HeadsInfo, check_base, load_heads, save_heads, write_atomically
+from medusa.conditioned_heads import make_heads
 from medusa.config import HeadsConfig
 from medusa.heads import MedusaHeads
 
@@ -51,10 +52,10 @@ def edit(folder, **changes):
 def test_round_trip_is_exact(tmp_path, lm_head, draft, dtype):
     heads = make(lm_head, draft, dtype)
     weight = torch.randn(V, D, dtype=dtype)
-    heads.attach_lm_head(weight)
+    heads.attach_base(weight, weight)
     save_heads(tmp_path / "heads", heads, INFO)
     loaded, info = load_heads(tmp_path / "heads")
-    loaded.attach_lm_head(weight)
+    loaded.attach_base(weight, weight)
     assert info == INFO and loaded.config == heads.config and loaded.dtype == dtype
     hidden = torch.randn(3, D, dtype=dtype)
     assert torch.equal(loaded(hidden), heads(hidden))
@@ -73,10 +74,10 @@ CONFIG_FAULTS = [
     ({"heads__num_heads": 0}, "num_heads is 0"),
     ({"heads__num_heads": 3}, "got no tensor blocks.2.0.linear.bias"),
     ({"heads__num_layers": 1}, "got tensor blocks.0.1.linear.bias"),
-    ({"heads__hidden_size": 9}, r"as float32 \[8, 8\], expected float32 \[9, 9\]"),
+    ({"heads__hidden_size": 9}, r"as float32 \[6, 8\], expected float32 \[6, 9\]"),
     ({"heads__lm_head": "shared"}, "got tensor projections.0.weight"),
     ({"heads__draft_vocab_size": 5}, r"got draft token ids torch.int64 \[6\]"),
-    ({"dtype": "bfloat16"}, r"as float32 \[8, 8\], expected bfloat16 \[8, 8\]"),
+    ({"dtype": "bfloat16"}, r"as float32 \[6, 8\], expected bfloat16 \[6, 8\]"),
     ({"base_model": "name"}, "got base_model 'name', expected an object"),
     ({"base_model__fingerprint": None}, "got no base_model.fingerprint"),
     ({"base_model__name": 3}, "got base_model.name 3"),
@@ -158,3 +159,24 @@ def test_a_failed_write_leaves_the_old_files_whole(folder):
             {folder / "config.json": lambda path: path.write_text("new"), folder / "heads.safetensors": full_disk}
         )
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("design", ["markov", "hydra"])
+def test_conditioned_heads_come_back_as_they_were(tmp_path, design):
+    config = HeadsConfig(2, 2, D, V, "shared", 6, design, 3 if design == "markov" else None)
+    heads, weight = make_heads(config, torch.arange(1, 7)), torch.randn(V, D)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    save_heads(tmp_path, heads, INFO)
+    loaded, _ = load_heads(tmp_path)
+    for made in (heads, loaded):
+        made.attach_base(weight, weight)
+    hidden, prefix = torch.randn(5, D), torch.randint(0, V, (5, 2))
+    assert type(loaded) is type(heads) and torch.equal(loaded(hidden, prefix), heads(hidden, prefix))
+
+
+def test_heads_from_before_there_were_designs_are_medusa_heads(folder):
+    content = json.loads((folder / "config.json").read_text())
+    del content["heads"]["design"], content["heads"]["markov_rank"]
+    (folder / "config.json").write_text(json.dumps(content))
+    assert load_heads(folder)[0].config.design == "medusa"

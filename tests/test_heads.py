@@ -16,7 +16,7 @@ def make(lm_head="shared", draft=DRAFT, num_heads=3, num_layers=2):
     config = HeadsConfig(num_heads, num_layers, D, V, lm_head, draft)
     heads = MedusaHeads(config, None if draft is None else IDS)
     weight = torch.randn(V, D)
-    heads.init_from_lm_head(weight)
+    heads.init_from_base(weight, weight)
     return heads, weight
 
 
@@ -43,7 +43,7 @@ def test_forward_is_features_then_projection_head_by_head(lm_head):
     heads, _ = make(lm_head)
     randomise(heads)
     hidden = torch.randn(4, D)
-    features = heads.features(hidden)
+    features = [heads.features(k, hidden, torch.zeros(4, 3)) for k in range(3)]
     x = hidden
     for block in heads.blocks[1]:
         x = x + torch.nn.functional.silu(x @ block.linear.weight.T + block.linear.bias)
@@ -71,7 +71,7 @@ def test_a_shared_lm_head_is_neither_saved_nor_trained_nor_copied_needlessly():
 def test_loaded_own_projections_survive_attaching():
     heads, _ = make("own")
     before = [p.weight.clone() for p in heads.projections]
-    heads.attach_lm_head(torch.randn(V, D))
+    heads.attach_base(*[torch.randn(V, D)] * 2)
     assert all(torch.equal(a, b.weight) for a, b in zip(before, heads.projections, strict=True))
 
 
@@ -104,10 +104,10 @@ def test_wrong_draft_ids_are_refused(ids, message):
 def test_wrong_lm_head_and_ids_without_draft_vocabulary_are_refused():
     heads, _ = make()
     with pytest.raises(ValueError, match=r"got a base lm_head of shape \[41, 16\], expected \[40, 16\]"):
-        heads.attach_lm_head(torch.zeros(V + 1, D))
+        heads.attach_base(*[torch.zeros(V + 1, D)] * 2)
     with pytest.raises(ValueError, match="expected none as draft_vocab_size is null"):
         MedusaHeads(HeadsConfig(1, 1, D, V), IDS)
-    with pytest.raises(AssertionError, match="need attach_lm_head"):
+    with pytest.raises(AssertionError, match="need attach_base"):
         MedusaHeads(HeadsConfig(1, 1, D, V))(torch.zeros(1, D))
 
 

@@ -31,7 +31,7 @@ def calibration(num_heads=2):
 def heads_dir(tmp_path, tiny_base_dir):
     base = load_base_model(str(tiny_base_dir))
     heads = MedusaHeads(HeadsConfig(2, 1, base.hidden_size, base.vocab_size))
-    heads.init_from_lm_head(base.lm_head_weight)
+    heads.init_from_base(base.lm_head_weight, base.embedding_weight)
     with torch.no_grad():
         heads.blocks[1][0].linear.weight.normal_()
     save_heads(tmp_path / "heads", heads, HeadsInfo(BaseReference(str(tiny_base_dir), fingerprint(base.model))))

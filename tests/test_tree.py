@@ -61,7 +61,7 @@ def heads(num_heads=2, draft_vocab_size=4):
     ids = torch.tensor([3, 5, 8, 13])
     config = HeadsConfig(num_heads, 1, 8, 16, draft_vocab_size=draft_vocab_size)
     made = MedusaHeads(config, ids)
-    made.init_from_lm_head(torch.randn(16, 8))
+    made.init_from_base(*[torch.randn(16, 8)] * 2)
     return made
 
 

@@ -42,12 +42,16 @@ class ModelConfig(Section):
 
 
 class HeadsSection(Section):
-    """`draft_vocab_size`: heads guess only among so many tokens, the most frequent of the data; null: all."""
+    """`design`: medusa, heads that are blind to each other's drafts; markov, plus a bias from the drafted token before,
+    of rank `markov_rank`; hydra, heads that see all drafted tokens before theirs. `draft_vocab_size`: heads guess only
+    among so many tokens, the most frequent of the data; null: all."""
 
+    design: Literal["medusa", "markov", "hydra"] = "medusa"
     num_heads: Count = 4
     num_layers: Count = 1
     lm_head: Literal["own", "shared"] = "shared"
     draft_vocab_size: Count | None = None
+    markov_rank: Count = 64
 
 
 class DataSource(Section):

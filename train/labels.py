@@ -43,6 +43,15 @@ def gather_labels(input_ids: Tensor, loss_mask: Tensor, num_heads: int, base_to_
     return labels[label_positions(loss_mask, num_heads)]
 
 
+def gather_prefix(input_ids: Tensor, loss_mask: Tensor, num_heads: int) -> Tensor:
+    """int32 [n, K]: the tokens at t + 1 .. t + K at the n positions of `label_positions`: those before each label, of
+    which head k may look at the first k + 1. 0 beyond the row, where there are no labels either."""
+    prefix = input_ids.new_zeros(*input_ids.shape, num_heads, dtype=torch.int32)
+    for k in range(num_heads):
+        prefix[:, : -(k + 1), k] = input_ids[:, k + 1 :]
+    return prefix[label_positions(loss_mask, num_heads)]
+
+
 def next_labels(input_ids: Tensor, loss_mask: Tensor, num_heads: int) -> Tensor:
     """int64 [n]: the base's own label at the n positions of `label_positions`, the token at t + 1; IGNORE_INDEX where
     that is not under loss."""

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from medusa.base_model import BaseModel, load_base_model
 from medusa.checkpoint import BaseReference
+from medusa.conditioned_heads import make_heads
 from medusa.config import HeadsConfig
 from medusa.fingerprint import fingerprint
-from medusa.heads import MedusaHeads
+from medusa.heads import Heads
 
 from .batching import split_holdout
 from .config import TrainConfig
@@ -173,7 +174,7 @@ def _new_heads(
     data: TokenizedDataset,
     training: list[int],
     console: Console | None,
-) -> MedusaHeads:
+) -> Heads:
     settings = config.heads
     ids: Tensor | None = None
     if settings.draft_vocab_size is not None:
@@ -188,15 +189,17 @@ def _new_heads(
         vocab_size=base.vocab_size,
         lm_head=settings.lm_head,
         draft_vocab_size=settings.draft_vocab_size,
+        design=settings.design,
+        markov_rank=settings.markov_rank if settings.design == "markov" else None,
     )
-    heads = MedusaHeads(design, ids).to(device)  # float32, whatever the base's dtype
-    heads.init_from_lm_head(base.lm_head_weight)
+    heads = make_heads(design, ids).to(device)  # float32, whatever the base's dtype
+    heads.init_from_base(base.lm_head_weight, base.embedding_weight)
     if settings.lm_head == "shared":
         heads.shared_projection.to(base.dtype)
     return heads
 
 
-def _teacher(config: TrainConfig, base: BaseModel, heads: MedusaHeads) -> Teacher | None:
+def _teacher(config: TrainConfig, base: BaseModel, heads: Heads) -> Teacher | None:
     if config.loss.objective == "cross_entropy":
         return None
     rows = heads.draft_token_ids
@@ -219,7 +222,7 @@ def _joint(config: TrainConfig, base: BaseModel, adapter: Adapter) -> Joint:
     return Joint(base, adapter, config.joint, config.heads.num_heads, loss.chunk_size, teacher)
 
 
-def _optimizer(config: TrainConfig, heads: MedusaHeads, adapter: Adapter | None) -> torch.optim.AdamW:
+def _optimizer(config: TrainConfig, heads: Heads, adapter: Adapter | None) -> torch.optim.AdamW:
     matrices = [parameter for parameter in heads.parameters() if parameter.dim() > 1]
     biases = [parameter for parameter in heads.parameters() if parameter.dim() <= 1]
     groups: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from medusa.checkpoint import write_atomically
-from medusa.heads import MedusaHeads
+from medusa.heads import Heads
 
 from .joint import Adapter
 from .optimizer import RunOptimizer
@@ -75,7 +75,7 @@ WINDOW_TENSORS = ("sums", "base_sums")
 class TrainState:
     """`adapter`: the base's, in Medusa-2."""
 
-    heads: MedusaHeads
+    heads: Heads
     optimizer: RunOptimizer
     window: Window
     adapter: Adapter | None = None

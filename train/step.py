@@ -15,7 +15,7 @@ from .config import TrainConfig
 from .distributed import Processes
 from .features import HiddenSource
 from .joint import Joint
-from .labels import gather_labels
+from .labels import gather_labels, gather_prefix
 from .loss import NUM_SUMS, HeadScores, LossSettings, accumulate_gradients, head_weights
 from .metrics import MetricsFile
 from .objectives import OBJECTIVES
@@ -69,6 +69,7 @@ def forward(run: Run, indices: list[int], ramp: float = 0.0) -> Forward:
         return Forward(nothing, zero_base_sums(run), None, [])
     batch = collate([run.examples[i] for i in own]).to(processes.device)
     labels = gather_labels(batch.input_ids, batch.loss_mask, num_heads, run.base_to_draft)
+    prefix = gather_prefix(batch.input_ids, batch.loss_mask, num_heads)
     with torch.set_grad_enabled(torch.is_grad_enabled() and ramp > 0):
         states, loss = run.source.hidden(own, batch), config.loss
     hidden = states.detach().requires_grad_(states.requires_grad)
@@ -81,7 +82,7 @@ def forward(run: Run, indices: list[int], ramp: float = 0.0) -> Forward:
     teacher = None
     if run.teacher:
         teacher = run.teacher.targets(hidden, loss.chunk_size), teacher_rows(batch.loss_mask, num_heads)
-    scores, base_sums = accumulate_gradients(heads, hidden, labels, settings, teacher), zero_base_sums(run)
+    scores, base_sums = accumulate_gradients(heads, hidden, prefix, labels, settings, teacher), zero_base_sums(run)
     if run.joint and (hidden.requires_grad or not torch.is_grad_enabled()):
         # Times the number of heads, because all is divided by the number of all heads' labels in the end.
         if hidden.grad is not None:

@@ -33,7 +33,7 @@ def base():
 def make_heads(base, draft_ids=None):
     size = None if draft_ids is None else len(draft_ids)
     heads = MedusaHeads(HeadsConfig(K, 1, 32, 128, draft_vocab_size=size), draft_ids)
-    heads.init_from_lm_head(base.lm_head_weight)
+    heads.init_from_base(base.lm_head_weight, base.embedding_weight)
     with torch.no_grad():
         for parameter in heads.blocks.parameters():
             parameter.normal_()
@@ -86,12 +86,13 @@ def test_perfect_heads_have_perfect_accuracy(base):
     """Heads whose top guess is made to be right: a mistake of one position anywhere would show."""
 
     class Oracle(MedusaHeads):
-        def forward(self, hidden):
-            logits = torch.zeros(K, len(hidden), 128)
+        def logits(self, head, hidden, prefix):
+            logits = torch.zeros(len(hidden), 128)
             place = {tuple(row): t for t, row in enumerate(self.states.tolist())}
             for row, state in enumerate(hidden.tolist()):
-                for k in range(K):
-                    logits[k, row, self.ids[place[tuple(state)] + k + 2]] = 1
+                here = place[tuple(state)]
+                assert prefix[row, : head + 1].tolist() == self.ids[here + 1 : here + head + 2].tolist()
+                logits[row, self.ids[here + head + 2]] = 1
             return logits
 
     oracle = Oracle(HeadsConfig(K, 1, 32, 128))

@@ -21,7 +21,7 @@ DEVICE = "cuda"
 def load(family, dtype=torch.float32):
     base = adapt_base_model(tiny_model(family).to(DEVICE, dtype), tiny_tokenizer(), name=family)
     heads = MedusaHeads(HeadsConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=128)).to(DEVICE, dtype)
-    heads.attach_lm_head(base.lm_head_weight)
+    heads.attach_base(base.lm_head_weight, base.embedding_weight)
     return MedusaModel(base, heads, DraftTree.cartesian([4, 3, 2]))
 
 

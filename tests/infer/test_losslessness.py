@@ -140,7 +140,7 @@ def test_greedy_tokens_are_stock_generates(family, tree, prompts, max_rows, seed
 def test_greedy_tokens_are_stock_generates_whatever_heads_guess(tree, prompts, max_rows, seed):
     base = base_of("llama")
     heads = MedusaHeads(HeadsConfig(num_heads=4, num_layers=1, hidden_size=32, vocab_size=VOCAB_SIZE))
-    heads.attach_lm_head(base.lm_head_weight)
+    heads.attach_base(base.lm_head_weight, base.embedding_weight)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in heads.blocks.parameters():

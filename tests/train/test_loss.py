@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from medusa import conditioned_heads
 from medusa.acceptance_statistics import true_ranks
 from medusa.config import HeadsConfig
-from medusa.heads import MedusaHeads
 from medusa.train.labels import IGNORE_INDEX, OUTSIDE_INDEX
 from medusa.train.loss import (
     LABELS,
@@ -29,13 +29,19 @@ D, V, DRAFT, K = 12, 50, 20, 3
 WEIGHTS = [1.0, 0.8, 0.64]
 
 
-def score(*arguments):
-    return accumulate_gradients(*arguments).sums
+def score(heads, hidden, labels, *rest):
+    return accumulate_gradients(heads, hidden, make_prefix(labels), labels, *rest).sums
 
 
-def make_heads(lm_head="shared", dtype=torch.float64, num_heads=K):
-    heads = MedusaHeads(HeadsConfig(num_heads, 2, D, V, lm_head, DRAFT), torch.arange(0, 2 * DRAFT, 2)).to(dtype)
-    heads.init_from_lm_head(torch.randn(V, D, dtype=dtype))
+def make_prefix(labels):
+    """The same for the same labels, whatever random numbers were drawn meanwhile."""
+    return torch.randint(0, V, labels.shape, generator=torch.Generator().manual_seed(len(labels)))
+
+
+def make_heads(lm_head="shared", dtype=torch.float64, num_heads=K, design="medusa"):
+    config = HeadsConfig(num_heads, 2, D, V, lm_head, DRAFT, design, 5 if design == "markov" else None)
+    heads = conditioned_heads.make_heads(config, torch.arange(0, 2 * DRAFT, 2)).to(dtype)
+    heads.init_from_base(*[torch.randn(V, D, dtype=dtype)] * 2)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads
@@ -50,7 +56,7 @@ def make_pairs(n=23, dtype=torch.float64):
 
 def reference(heads, hidden, labels):
     """All logits at once, stock cross-entropy."""
-    logits = heads(hidden)
+    logits = heads(hidden, make_prefix(labels))
     ignored = labels.clamp(min=-1).masked_fill(labels < 0, IGNORE_INDEX)
     losses = [F.cross_entropy(logits[k], ignored[:, k], reduction="sum", ignore_index=IGNORE_INDEX) for k in range(K)]
     sum(w * loss for w, loss in zip(WEIGHTS, losses, strict=True)).backward()
@@ -64,11 +70,12 @@ def test_head_weights_decay_as_in_the_paper():
 # ---- values and gradients
 
 
+@pytest.mark.parametrize("design", conditioned_heads.DESIGNS)
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 @pytest.mark.parametrize("chunk_size", [1, 5, 1000])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 2e-6)])
-def test_values_and_gradients_are_those_of_the_obvious_loss(lm_head, chunk_size, dtype, tolerance):
-    heads, (hidden, labels) = make_heads(lm_head, dtype), make_pairs(dtype=dtype)
+def test_values_and_gradients_are_those_of_the_obvious_loss(design, lm_head, chunk_size, dtype, tolerance):
+    heads, (hidden, labels) = make_heads(lm_head, dtype, design=design), make_pairs(dtype=dtype)
     losses, _ = reference(heads, hidden, labels)
     expected = [parameter.grad.clone() for parameter in heads.parameters()]
     heads.zero_grad(set_to_none=True)
@@ -194,7 +201,9 @@ def test_counts_and_accuracy():
 def test_ranks_are_those_of_evaluation(chunk_size):
     heads, (hidden, labels) = make_heads(), make_pairs(60)
     with torch.no_grad():
-        ranks = accumulate_gradients(heads, hidden, labels, LossSettings(WEIGHTS, chunk_size)).ranks
+        ranks = accumulate_gradients(
+            heads, hidden, make_prefix(labels), labels, LossSettings(WEIGHTS, chunk_size)
+        ).ranks
         logits = heads(hidden)
     for k in range(K):
         there = labels[:, k] != IGNORE_INDEX

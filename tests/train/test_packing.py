@@ -35,7 +35,7 @@ def make_base(family):
 
 def make_heads(base):
     heads = MedusaHeads(HeadsConfig(K, 1, base.hidden_size, base.vocab_size, "own", None))
-    heads.init_from_lm_head(base.lm_head_weight)
+    heads.init_from_base(base.lm_head_weight, base.embedding_weight)
     return heads
 
 
@@ -48,7 +48,7 @@ def sums_of(base, heads, hidden, batch, objective):
         targets = Teacher(base.lm_head_weight, base.lm_head_bias, base.finish_logits, 16).targets(hidden, 64)
         teacher = targets, teacher_rows(batch.loss_mask, K)
     with torch.no_grad():
-        return accumulate_gradients(heads, hidden, labels, settings, teacher).sums
+        return accumulate_gradients(heads, hidden, labels.clamp(min=0), labels, settings, teacher).sums
 
 
 def difference_to_alone(base, objective="cross_entropy"):

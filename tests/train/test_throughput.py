@@ -78,7 +78,7 @@ def test_model_flops_are_counted_by_parameters(tmp_path, tied):
     block = 2 * (size * size + size)
     for lm_head, per_label in (("own", 6 * (block + size * draft)), ("shared", 6 * block + 4 * size * draft)):
         heads = MedusaHeads(HeadsConfig(3, 2, size, draft, lm_head=lm_head))
-        heads.init_from_lm_head(base.lm_head_weight)
+        heads.init_from_base(base.lm_head_weight, base.embedding_weight)
         assert model_flops(base.model, heads, 3, is_cached=False) == (2 * inner, per_label)
         assert model_flops(base.model, heads, 3, is_cached=True) == (0, per_label)
 

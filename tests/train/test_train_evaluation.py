@@ -32,7 +32,7 @@ def test_tau_is_what_eval_says_of_the_same_heads(make_config, tmp_path, chats_in
     config = make_config(train__cache_hidden_states=cached, **settings)
     result = train(config)
     base, (heads, _) = load_base_model(config.model.base), load_heads(tmp_path / "out")
-    heads.attach_lm_head(base.lm_head_weight)
+    heads.attach_base(base.lm_head_weight, base.embedding_weight)
     examples = build_dataset(config.data.path, base.tokenizer, config.data.max_length).examples
     held_out = split_holdout(len(examples), 0.4, config.train.seed)[1]
     expected = evaluate_heads(base, heads, [examples[i] for i in held_out]).to_dict()

@@ -28,7 +28,7 @@ def make_state(steps):
 
 def advance(state):
     state.optimizer.zero_grad()
-    (state.heads.features(torch.ones(3, 4)) ** 2).sum().backward()
+    (state.heads.features(0, torch.ones(3, 4), torch.zeros(3, 2)) ** 2).sum().backward()
     state.optimizer.step()
     state.counters.step += 1
     state.window.sums += 1
