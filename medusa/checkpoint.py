@@ -58,20 +58,24 @@ class HeadsInfo:
     adapter: AdapterReference | None = None
 
 
-def save_heads(folder: str | Path, heads: Heads, info: HeadsInfo) -> None:
-    """Write `config.json` and `heads.safetensors`, the latter in the heads' dtype, into `folder`, made if missing."""
-    folder = Path(folder)
+def save_heads(folder: str | Path, heads: Heads, info: HeadsInfo, dtype: torch.dtype | None = None) -> None:
+    """Write `config.json` and `heads.safetensors` into `folder`, made if missing. dtype: of the file, None: the heads'
+    own."""
+    folder, dtype = Path(folder), dtype or heads.dtype
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "schema_version": SCHEMA_VERSION,
         "heads": heads.config.to_dict(),
         "base_model": asdict(info.base_model),
-        "dtype": str(heads.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "tree": info.tree,
     }
     if info.adapter:
         config["adapter"] = asdict(info.adapter)
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in heads.state_dict().items()}
+    tensors = {
+        name: tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
+        for name, tensor in heads.state_dict().items()
+    }
     write_atomically(
         {
             folder / WEIGHTS_FILE: lambda path: save_file(tensors, path, metadata={"format": "pt"}),

@@ -180,3 +180,13 @@ def test_heads_from_before_there_were_designs_are_medusa_heads(folder):
     del content["heads"]["design"], content["heads"]["markov_rank"]
     (folder / "config.json").write_text(json.dumps(content))
     assert load_heads(folder)[0].config.design == "medusa"
+
+
+def test_heads_may_be_saved_in_half_precision(tmp_path):
+    heads = make()
+    save_heads(tmp_path, heads, INFO, torch.bfloat16)
+    loaded, _ = load_heads(tmp_path)
+    assert heads.dtype == torch.float32 and loaded.dtype == torch.bfloat16
+    expected = heads.projections[0].weight.to(torch.bfloat16)
+    assert torch.equal(loaded.projections[0].weight, expected)
+    assert torch.equal(loaded.draft_token_ids, heads.draft_token_ids)

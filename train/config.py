@@ -44,7 +44,8 @@ class ModelConfig(Section):
 class HeadsSection(Section):
     """`design`: medusa, heads that are blind to each other's drafts; markov, plus a bias from the drafted token before,
     of rank `markov_rank`; hydra, heads that see all drafted tokens before theirs. `draft_vocab_size`: heads guess only
-    among so many tokens, the most frequent of the data; null: all."""
+    among so many tokens, the most frequent of the data; null: all. `save_dtype`: of the finished heads on disk; drafts
+    are as good in half the size."""
 
     design: Literal["medusa", "markov", "hydra"] = "medusa"
     num_heads: Count = 4
@@ -52,6 +53,7 @@ class HeadsSection(Section):
     lm_head: Literal["own", "shared"] = "shared"
     draft_vocab_size: Count | None = None
     markov_rank: Count = 64
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class DataSource(Section):

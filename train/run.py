@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from medusa.adapter import ADAPTER_FOLDER
@@ -149,7 +150,8 @@ def _read_result(path: Path) -> TrainResult:
 def _write(run: Run, base: BaseModel, reference: BaseReference, folders: Folders, result: TrainResult) -> None:
     """The heads directory, and nothing left in it that only training needed."""
     adapter = _write_adapter(run, base, folders) if run.state.adapter else None
-    save_heads(folders.heads, run.state.heads, HeadsInfo(reference, adapter=adapter))
+    dtype = run.config.heads.save_dtype
+    save_heads(folders.heads, run.state.heads, HeadsInfo(reference, adapter=adapter), getattr(torch, dtype))
     text = json.dumps(asdict(result), indent=2) + "\n"
     write_atomically({folders.summary: lambda file: file.write_text(text, encoding="utf-8")})
     shutil.rmtree(folders.tokens, ignore_errors=True)
