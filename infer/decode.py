@@ -43,7 +43,7 @@ class DecodeState:
     def empty(cls, base_model: BaseModel, drafter: Drafter, *, max_rows: int, capacity: int) -> DecodeState:
         """capacity: tokens that a row may grow to; what a draft needs comes on top."""
         cache, device = base_model.new_cache(max_rows, capacity + drafter.max_nodes), base_model.device
-        hidden = torch.empty(0, base_model.hidden_size, dtype=base_model.dtype, device=device)
+        hidden = torch.empty(0, base_model.state_size, dtype=base_model.dtype, device=device)
         return cls(cache, drafter, torch.empty(0, dtype=torch.int64, device=device), hidden)
 
     @torch.inference_mode()

@@ -98,7 +98,7 @@ def print_evaluation(evaluation: Evaluation, tree: DraftTree | None, console: Co
 def _ranks(base_model: BaseModel, heads: Heads, text: LabelledText) -> Tensor:
     """int64 [n, K]."""
     ids = text.input_ids.to(base_model.device)
-    hidden = base_model.hidden_states(ids[None], torch.ones_like(ids[None]))[0]
+    hidden = heads.fuse(base_model.hidden_states(ids[None], torch.ones_like(ids[None]))[0])
     num_heads = heads.config.num_heads
     positions = _full_positions(text.loss_mask, num_heads).to(ids.device)
     to_draft = _draft_index(heads, ids)

@@ -60,7 +60,7 @@ def measure_latency(
 def measure_propose(base_model: BaseModel, drafter: Drafter, rounds: int = 25) -> float:
     """Median seconds that the drafter takes for one row."""
     root = torch.ones(1, dtype=torch.int64, device=base_model.device)
-    hidden = torch.randn(1, base_model.hidden_size, device=base_model.device, dtype=base_model.dtype)
+    hidden = torch.randn(1, base_model.state_size, device=base_model.device, dtype=base_model.dtype)
     times = []
     for _ in range(rounds):
         start = time.perf_counter()

@@ -27,12 +27,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @dataclass
 class BaseModel:
     """A causal language model being accelerated. The engine owns `model`; nothing is ever written onto it but by
-    `medusa.linear.pack_linears`, on request."""
+    `medusa.linear.pack_linears`, on request.
+
+    fused_layers: layers (the first is 1) whose outputs are part of a token's state, for heads that look at them. A
+    state is then [(1 + F) x D], the final-norm hidden state first.
+    """
 
     model: Any
     tokenizer: Any
     name: str
     revision: str | None = None
+    fused_layers: tuple[int, ...] = ()
 
     @property
     def config(self) -> Any:
@@ -41,6 +46,11 @@ class BaseModel:
     @property
     def hidden_size(self) -> int:
         return int(self.model.get_output_embeddings().in_features)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a token's state."""
+        return self.hidden_size * (1 + len(self.fused_layers))
 
     @property
     def vocab_size(self) -> int:
@@ -98,6 +108,16 @@ class BaseModel:
         window = getattr(self.config, "sliding_window", None)
         return window if window and (kinds is None or "sliding_attention" in kinds) else None
 
+    def fuse_layers(self, layers: tuple[int, ...]) -> None:
+        """Make their outputs part of every state. Raises ValueError for layers that the model has not."""
+        num_layers = self.config.num_hidden_layers
+        # The last layer's output is the last hidden state before its norm: nothing new.
+        if wrong := [layer for layer in layers if not 1 <= layer < num_layers]:
+            raise ValueError(
+                f"fused_layers: got layer {wrong[0]} of the base model {self.name!r}, expected 1 to {num_layers - 1}"
+            )
+        self.fused_layers = layers
+
     @property
     def _folds_groups(self) -> bool:
         return bool(self.config._attn_implementation == TREE_ATTENTION)
@@ -106,15 +126,23 @@ class BaseModel:
         return KVCache(self.config.num_hidden_layers, num_rows, capacity)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Final-norm hidden states [B, T, D] of whole right-padded sequences [B, T], without the lm_head's cost.
+        """States [B, T, D], final-norm hidden ones, of whole right-padded sequences [B, T], without the lm_head's cost.
 
         With gradients where an adapter's parameters want them; a frozen base has none.
         """
-        output = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        return output.last_hidden_state
+        return self._states(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+
+    def _states(self, **arguments: Any) -> Tensor:
+        """A stock forward without the lm_head: [B, N, D], or [B, N, (1 + F) x D] with fused layers."""
+        if not self.fused_layers:
+            last: Tensor = self.model.base_model(**arguments).last_hidden_state
+            return last
+        output = self.model.base_model(**arguments, output_hidden_states=True)
+        fused = [output.hidden_states[layer] for layer in self.fused_layers]
+        return torch.cat([output.last_hidden_state, *fused], dim=-1)
 
     def packed_hidden_states(self, input_ids: Tensor, documents: Tensor) -> Tensor:
-        """Final-norm hidden states [B, T, D] of rows that hold several sequences, each as if it were alone.
+        """States [B, T, D] of rows that hold several sequences, each as if it were alone.
 
         input_ids: int64 [B, T]. documents: int64 [B, T], one number for the tokens of a sequence, which lie behind each
         other; padding is a sequence like others. Attention ends and positions restart where the number changes.
@@ -127,30 +155,24 @@ class BaseModel:
         visible = (documents[:, :, None] == documents[:, None]) & (distance >= 0)
         # A boolean mask goes to the stock attention; the folded float one of a tree would be `groups` times as large.
         kind = self._bool_mask if self._folds_groups else self._float_mask
-        output = self.model.base_model(
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=self._by_layer_kind(visible, distance, kind),
-            use_cache=False,
-        )
-        return output.last_hidden_state
+        mask = self._by_layer_kind(visible, distance, kind)
+        return self._states(input_ids=input_ids, position_ids=positions, attention_mask=mask, use_cache=False)
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, tree_mask: Tensor, cache: KVCache, rows: slice) -> Tensor:
-        """Hidden states [B, N, D] of N new tokens behind the cached ones.
+        """States [B, N, D] of N new tokens behind the cached ones.
 
-        input_ids and positions: int64 [B, N]. tree_mask: bool [N, N], which new tokens see which. `cache` holds the
-        new keys and values until `cache.commit` says which stay.
+        input_ids and positions: int64 [B, N]. tree_mask: bool [N, N] or [B, N, N], which new tokens see which.
+        `cache` holds the new keys and values until `cache.commit` says which stay.
         """
         width = cache.begin_forward(rows, input_ids.shape[1])
         mask = self._mask(positions, tree_mask, cache.lengths[rows], width)
         arguments = {self.cache_argument: cache, "use_cache": True}
-        output = self.model.base_model(input_ids=input_ids, position_ids=positions, attention_mask=mask, **arguments)
-        return output.last_hidden_state
+        return self._states(input_ids=input_ids, position_ids=positions, attention_mask=mask, **arguments)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
-        return self.finish_logits(self.model.get_output_embeddings()(hidden))
+        """States [..., D or more] -> [..., V]."""
+        return self.finish_logits(self.model.get_output_embeddings()(hidden[..., : self.hidden_size]))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Whatever the family does to its logits after the projection."""

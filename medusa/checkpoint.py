@@ -170,7 +170,7 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, HeadsInfo, torch.dtype]:
                 raise ValueError(f"{path}: got adapter.{name} {value!r}, expected a string")
         adapter = AdapterReference(**adapter)
     if isinstance(content["heads"], dict):  # heads were all of one design once, and did not say which
-        content["heads"] = {"design": "medusa", "markov_rank": None} | content["heads"]
+        content["heads"] = {"design": "medusa", "markov_rank": None, "fused_layers": []} | content["heads"]
     _check_keys(path, "heads.", content["heads"], {field.name for field in fields(HeadsConfig)})
     _check_keys(path, "base_model.", content["base_model"], {field.name for field in fields(BaseReference)})
     for name in ("name", "fingerprint"):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import HeadsConfig
-from .heads import Heads, MedusaHeads, Term, zero_
+from .heads import Heads, MedusaHeads, Term, unit, zero_
 
 
 class MarkovHeads(MedusaHeads):
@@ -57,11 +57,6 @@ class HydraHeads(Heads):
         words = self.embeddings[prefix[:, : head + 1]].to(hidden.dtype)  # [n, head + 1, D]
         seen = unit(torch.cat([hidden[:, None], words], dim=1)).flatten(1)
         return self.blocks[head](hidden + F.silu(self.inputs[head](seen)))
-
-
-def unit(x: Tensor) -> Tensor:
-    """Scaled to a mean square of 1 over the last dimension."""
-    return F.rms_norm(x, (x.shape[-1],))
 
 
 DESIGNS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "markov": MarkovHeads, "hydra": HydraHeads}

@@ -11,7 +11,8 @@ class HeadsConfig:
     """Shape of a set of heads.
 
     `design`: "medusa", "markov" or "hydra", see heads.py and conditioned_heads.py. `markov_rank`: of the parent's bias,
-    set exactly for that design. `num_layers`: residual blocks a head.
+    set exactly for that design. `num_layers`: residual blocks a head. `fused_layers`: layers of the base, the first is
+    1, whose outputs heads look at beside the last hidden state.
     `lm_head`: "own" gives each head a projection of its own (as the paper has it), "shared" reuses the frozen base's.
     `draft_vocab_size`: heads guess only among that many tokens (the most frequent of the training data); None: all.
     Raises ValueError on values that make no model.
@@ -25,6 +26,7 @@ class HeadsConfig:
     draft_vocab_size: int | None = None
     design: Literal["medusa", "markov", "hydra"] = "medusa"
     markov_rank: int | None = None
+    fused_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
@@ -46,6 +48,11 @@ class HeadsConfig:
                 f"heads config: markov_rank is {rank} for the design {self.design!r}, expected at least 1 "
                 "for 'markov' and null for the others"
             )
+
+        layers = self.fused_layers
+        if not isinstance(layers, list | tuple) or not all(type(n) is int and n > 0 for n in layers):
+            raise ValueError(f"heads config: fused_layers is {layers!r}, expected numbers of layers, the first being 1")
+        object.__setattr__(self, "fused_layers", tuple(layers))  # JSON has lists
 
     @property
     def sees_prefix(self) -> bool:

@@ -29,6 +29,11 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
+def unit(x: Tensor) -> Tensor:
+    """Scaled to a mean square of 1 over the last dimension."""
+    return F.rms_norm(x, (x.shape[-1],))
+
+
 def zero_(linear: nn.Linear) -> None:
     """Both parts: with a bias left random, SiLU(bias) would move untrained heads off the base's own guess."""
     nn.init.zeros_(linear.weight)
@@ -62,6 +67,21 @@ class Heads(nn.Module, ABC):
         self.register_buffer("draft_token_ids", _checked_ids(config, draft_token_ids))
         if config.lm_head == "own":
             self.projections = nn.ModuleList(self._new_projection() for _ in range(config.num_heads))
+
+        if config.fused_layers:
+            self.fusion = nn.Linear(len(config.fused_layers) * config.hidden_size, config.hidden_size, bias=False)
+            nn.init.zeros_(self.fusion.weight)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """What heads see of the base's states [..., (1 + F) x D]: [..., D], the last hidden state plus a projection of
+        the fused layers' outputs (as EAGLE-3 has it, Li et al., 2025, arXiv 2503.01840), each scaled to unit mean
+        square. Zero-initialised; without fused layers nothing is done."""
+        config = self.config
+        assert states.shape[-1] == config.hidden_size * (1 + len(config.fused_layers)), "states of other fused layers"
+        if not config.fused_layers:
+            return states
+        last, *fused = states.unflatten(-1, (-1, config.hidden_size)).unbind(-2)
+        return last + self.fusion(torch.cat([unit(layer) for layer in fused], dim=-1))
 
     def _new_projection(self) -> nn.Linear:
         return nn.Linear(self.config.hidden_size, self.config.num_draft_tokens, bias=False)
@@ -132,8 +152,8 @@ class Heads(nn.Module, ABC):
     def logits(self, head: int, hidden: Tensor, prefix: Tensor) -> Tensor:
         """What head `head` expects after a drafted prefix: logits [n, num_draft_tokens].
 
-        hidden: [n, D], the states at t. prefix: int [n, head + 1 or more], the base's ids of the tokens from t + 1
-        (the root) to t + head + 1; what comes behind is not looked at.
+        hidden: [n, D], what `fuse` makes of the states at t. prefix: int [n, head + 1 or more], the base's ids of the
+        tokens from t + 1 (the root) to t + head + 1; what comes behind is not looked at.
         """
         return self.project(self.features(head, hidden, prefix), head)
 
@@ -143,8 +163,8 @@ class Heads(nn.Module, ABC):
         return [Term(self.features(head, hidden, prefix), self.projection_weight(head))]
 
     def forward(self, hidden: Tensor, prefix: Tensor | None = None) -> Tensor:
-        """All heads at once: hidden [..., D], prefix int [..., K] -> [K, ..., num_draft_tokens]. Heads that do not
-        look at a prefix need none."""
+        """All heads at once: hidden [..., D] (fused) and prefix int [..., K] -> [K, ..., num_draft_tokens]. Heads that
+        do not look at a prefix need none."""
         if prefix is None:
             assert not (self.config.sees_prefix or self.config.markov_rank), "these heads look at a prefix"
             prefix = torch.zeros(*hidden.shape[:-1], self.config.num_heads, dtype=torch.int64, device=hidden.device)

@@ -31,7 +31,7 @@ class StaticTreeDrafter(Drafter):
     def propose(self, root: Tensor, hidden: Tensor) -> Draft:
         if self.tree.num_nodes == 1:
             return Draft.of_roots(root)
-        tree = self.tree
+        tree, hidden = self.tree, self.heads.fuse(hidden)
         tokens = root.new_zeros(len(root), tree.num_nodes)
         tokens[:, 0] = root
         for head in range(tree.max_depth):

@@ -56,6 +56,7 @@ class MedusaModel:
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        base_model.fuse_layers(heads.config.fused_layers)
         base_fingerprint = fingerprint(base_model.model)
         check_base(info, base_fingerprint, base_model.name)
         adapter = None

@@ -98,3 +98,27 @@ def test_a_directory_loads_in_any_dtype(tmp_path):
         base = load_base_model(str(folder), dtype=dtype)
         assert base.dtype == as_dtype(dtype) and (base.hidden_size, base.vocab_size) == (32, 128)
         assert base.max_positions == 256 and base.name == str(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_states_hold_the_outputs_of_fused_layers(family):
+    base = adapt_base_model(tiny_model(family), None, name="tiny")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = base.model.base_model(input_ids=ids, output_hidden_states=True).hidden_states
+    base.fuse_layers((1,))
+    states = base.hidden_states(ids, torch.ones_like(ids))
+    size = base.hidden_size
+    assert states.shape[-1] == base.state_size == 2 * size
+    torch.testing.assert_close(states[..., :size], expected[-1])
+    torch.testing.assert_close(states[..., size:], expected[1])
+    positions, mask = torch.arange(4)[None], torch.ones(4, 4, dtype=torch.bool).tril()
+    cached = base.forward(ids, positions, mask, base.new_cache(1, 4), slice(0, 1))
+    torch.testing.assert_close(cached, states, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(base.logits(states), base.logits(states[..., :size]))
+
+
+@pytest.mark.parametrize("layers", [(0,), (1, 9)])
+def test_layers_that_the_base_has_not_are_refused(layers):
+    base = adapt_base_model(tiny_model("llama"), None, name="tiny")
+    with pytest.raises(ValueError, match=f"got layer {layers[-1]} of the base model 'tiny', expected 1 to"):
+        base.fuse_layers(layers)

@@ -95,3 +95,22 @@ def test_hydra_needs_embeddings_as_wide_as_the_states():
 def test_a_design_that_makes_no_heads_is_refused(design, rank):
     with pytest.raises(ValueError, match="markov_rank is|design is"):
         HeadsConfig(K, 1, D, V, design=design, markov_rank=rank)
+
+
+def test_fused_states_are_their_formula_and_begin_as_the_last_one():
+    torch.manual_seed(0)
+    heads = make_heads(HeadsConfig(K, 1, D, V, design="hydra", fused_layers=[2, 5]))
+    states = torch.randn(4, 3 * D)
+    assert torch.equal(heads.fuse(states), states[:, :D])
+    torch.nn.init.normal_(heads.fusion.weight)
+    parts = [x / x.pow(2).mean(-1, keepdim=True).sqrt() for x in states[:, D:].split(D, dim=1)]
+    expected = states[:, :D] + torch.cat(parts, dim=1) @ heads.fusion.weight.T
+    torch.testing.assert_close(heads.fuse(states), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError, match="other fused layers"):
+        heads.fuse(states[:, :D])
+
+
+@pytest.mark.parametrize("layers", [[0], [1.5], "25", [True]])
+def test_fused_layers_are_numbers_from_one(layers):
+    with pytest.raises(ValueError, match="fused_layers is .*, expected numbers of layers, the first being 1"):
+        HeadsConfig(K, 1, D, V, fused_layers=layers)

@@ -44,7 +44,8 @@ class ModelConfig(Section):
 class HeadsSection(Section):
     """`design`: medusa, heads that are blind to each other's drafts; markov, plus a bias from the drafted token before,
     of rank `markov_rank`; hydra, heads that see all drafted tokens before theirs. `draft_vocab_size`: heads guess only
-    among so many tokens, the most frequent of the data; null: all. `save_dtype`: of the finished heads on disk; drafts
+    among so many tokens, the most frequent of the data; null: all. `fused_layers`: layers of the base, the first is 1,
+    whose outputs heads see beside the last hidden state. `save_dtype`: of the finished heads on disk; drafts
     are as good in half the size."""
 
     design: Literal["medusa", "markov", "hydra"] = "medusa"
@@ -53,6 +54,7 @@ class HeadsSection(Section):
     lm_head: Literal["own", "shared"] = "shared"
     draft_vocab_size: Count | None = None
     markov_rank: Count = 64
+    fused_layers: list[Count] = []
     save_dtype: Literal["float32", "bfloat16"] = "float32"
 
 

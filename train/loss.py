@@ -68,12 +68,13 @@ def accumulate_gradients(
 ) -> HeadScores:
     """Adds the gradients of sum_k weights[k] * (sum of head k's losses) to the heads' parameters.
 
-    hidden: [n, D]. prefix: int32 [n, K], the tokens that heads may look at (see `gather_prefix`). labels: int64
-    [n, K]. teacher: the base's targets at the n positions and `teacher_rows` [n, K];
+    hidden: [n, (1 + F) x D], the base's states. prefix: int32 [n, K], the tokens that heads may look at (see
+    `gather_prefix`). labels: int64 [n, K]. teacher: the base's targets at the n positions and `teacher_rows` [n, K];
     None: the labels are the targets. Where no gradient is wanted (`torch.no_grad()`), only the sums are made.
     """
     sums = torch.zeros(len(settings.weights), NUM_SUMS, dtype=torch.float64, device=hidden.device)
     ranks = labels.where(labels == IGNORE_INDEX, OUTSIDE_RANK)
+    fused, seen = _fuse(heads, hidden, settings)
     for k in range(len(settings.weights)):
         sums[k, TARGETS] = (labels[:, k] != IGNORE_INDEX).sum()
         rows = (labels[:, k] >= 0).nonzero().squeeze(1)
@@ -82,13 +83,24 @@ def accumulate_gradients(
         own = labels[rows, k]
         targets = Targets.one_hot(own) if teacher is None else teacher[0][teacher[1][rows, k]]
         # In a function of its own, so that nothing of one head's is still held while the next one's is made.
-        sums[k, LOSS], ranks[rows, k] = _score_head(
-            heads, k, hidden[rows], prefix[rows, : k + 1], own, targets, settings
-        )
+        sums[k, LOSS], ranks[rows, k] = _score_head(heads, k, seen[rows], prefix[rows, : k + 1], own, targets, settings)
         sums[k, LABELS] = len(rows)
         for column, top in TOPS.items():
             sums[k, column] = (ranks[rows, k] < top).sum()
+    if fused is not None and seen.grad is not None:
+        fused.backward(seen.grad)
     return HeadScores(sums, ranks)
+
+
+def _fuse(heads: Heads, hidden: Tensor, settings: LossSettings) -> tuple[Tensor | None, Tensor]:
+    """The fused states, None where there are none, and what heads see, [n, D]: a leaf in which their gradients meet, so
+    that the fusion's backward pass is made once, not once a head."""
+    if not heads.config.fused_layers:
+        return None, hidden
+    dtype = settings.compute_dtype or heads.dtype
+    with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype != heads.dtype):
+        fused = heads.fuse(hidden.to(heads.dtype))
+    return fused, fused.detach().requires_grad_(fused.requires_grad)
 
 
 def _score_head(

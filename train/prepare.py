@@ -191,7 +191,9 @@ def _new_heads(
         draft_vocab_size=settings.draft_vocab_size,
         design=settings.design,
         markov_rank=settings.markov_rank if settings.design == "markov" else None,
+        fused_layers=tuple(settings.fused_layers),
     )
+    base.fuse_layers(design.fused_layers)
     heads = make_heads(design, ids).to(device)  # float32, whatever the base's dtype
     heads.init_from_base(base.lm_head_weight, base.embedding_weight)
     if settings.lm_head == "shared":

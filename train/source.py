@@ -23,7 +23,7 @@ def hidden_source(run: Run, base: BaseModel, folders: Folders, console: Console 
     online = online_source(config, base)
     if not config.train.cache_hidden_states:
         return online
-    layout = FeatureLayout(folders.features, run.examples, config.heads.num_heads, base.hidden_size, base.dtype)
+    layout = FeatureLayout(folders.features, run.examples, config.heads.num_heads, base.state_size, base.dtype)
     identity = json.dumps({name: run.identity[name] for name in IDENTITY}, sort_keys=True)
     if processes.is_main:
         missing = prepare_folder(layout, identity)

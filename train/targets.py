@@ -44,12 +44,13 @@ class Teacher:
 
     @torch.no_grad()
     def targets(self, hidden: Tensor, chunk_size: int) -> Targets:
-        """hidden [n, D] -> what the base expects right after each, cut to its M likeliest and scaled to sum to 1."""
+        """states [n, D or more] -> what the base expects after each, cut to its M likeliest, summing to 1."""
         size = min(self.num_tokens, len(self.weight))
         values, ids = hidden.new_empty(len(hidden), size), hidden.new_empty(len(hidden), size, dtype=torch.int64)
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = torch.nn.functional.linear(hidden[rows].to(self.weight.dtype), self.weight, self.bias)
+            last = hidden[rows, : self.weight.shape[1]].to(self.weight.dtype)
+            logits = torch.nn.functional.linear(last, self.weight, self.bias)
             values[rows], ids[rows] = self.finish(logits).topk(size, dim=-1, sorted=False)
         return Targets(ids, values.float().softmax(dim=-1))
 

@@ -38,8 +38,8 @@ def make_prefix(labels):
     return torch.randint(0, V, labels.shape, generator=torch.Generator().manual_seed(len(labels)))
 
 
-def make_heads(lm_head="shared", dtype=torch.float64, num_heads=K, design="medusa"):
-    config = HeadsConfig(num_heads, 2, D, V, lm_head, DRAFT, design, 5 if design == "markov" else None)
+def make_heads(lm_head="shared", dtype=torch.float64, num_heads=K, design="medusa", fused=()):
+    config = HeadsConfig(num_heads, 2, D, V, lm_head, DRAFT, design, 5 if design == "markov" else None, fused)
     heads = conditioned_heads.make_heads(config, torch.arange(0, 2 * DRAFT, 2)).to(dtype)
     heads.init_from_base(*[torch.randn(V, D, dtype=dtype)] * 2)
     for parameter in heads.parameters():
@@ -56,7 +56,7 @@ def make_pairs(n=23, dtype=torch.float64):
 
 def reference(heads, hidden, labels):
     """All logits at once, stock cross-entropy."""
-    logits = heads(hidden, make_prefix(labels))
+    logits = heads(heads.fuse(hidden), make_prefix(labels))
     ignored = labels.clamp(min=-1).masked_fill(labels < 0, IGNORE_INDEX)
     losses = [F.cross_entropy(logits[k], ignored[:, k], reduction="sum", ignore_index=IGNORE_INDEX) for k in range(K)]
     sum(w * loss for w, loss in zip(WEIGHTS, losses, strict=True)).backward()
@@ -84,6 +84,23 @@ def test_values_and_gradients_are_those_of_the_obvious_loss(design, lm_head, chu
     for parameter, grad in zip(heads.parameters(), expected, strict=True):
         scale = grad.abs().max().item()
         torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("wants_hidden", [False, True])
+def test_heads_on_fused_layers_learn_as_by_the_obvious_loss(wants_hidden):
+    """The fusion gets the gradients of all heads; so do the states, where an adapted base wants them."""
+    heads, labels = make_heads(design="hydra", fused=(2, 5)), make_pairs()[1]
+    hidden = torch.randn(len(labels), 3 * D, dtype=torch.float64, requires_grad=wants_hidden)
+    parameters = [*heads.parameters(), *([hidden] if wants_hidden else [])]
+    losses, _ = reference(heads, hidden, labels)
+    expected = [parameter.grad.clone() for parameter in parameters]
+    assert heads.fusion.weight.grad.abs().max() > 0
+    for parameter in parameters:
+        parameter.grad = None
+    sums = score(heads, hidden, labels, LossSettings(WEIGHTS, 8))
+    torch.testing.assert_close(sums[:, LOSS], losses.double(), rtol=1e-10, atol=0)
+    for parameter, grad in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
 
 
 def test_bfloat16_products_stay_near_and_master_weights_stay_float32():
