@@ -10,9 +10,10 @@ from medusa.base_model import adapt_base_model
 from medusa.config import HeadsConfig
 from medusa.heads import MedusaHeads
 from medusa.infer import bench as bench_module
-from medusa.infer.bench import BenchResult, Tally, bench, first_difference
+from medusa.infer.bench import BenchResult, Tally, bench
 from medusa.infer.methods import Sample, StockModel, make_methods
 from medusa.infer.prompts import PromptRecord
+from medusa.infer.ties import first_difference
 from medusa.model import MedusaModel
 from medusa.tree import DraftTree
 from tiny_models import save_tiny_base, tiny_model, tiny_tokenizer
