@@ -52,7 +52,7 @@ def _exclude(scores: Tensor, excluded: Tensor) -> Tensor:
 
 def nucleus(scores: Tensor, top_p: float) -> Tensor:
     """bool [n, V]: the smallest set of likeliest tokens that reaches `top_p`. Of tokens equally likely at its edge
-    those with higher ids are in it, as in Transformers."""
+    those with higher ids are in it (in Transformers whichever its sort puts last)."""
     best = scores.topk(min(FIRST_LOOK, scores.shape[-1]), dim=-1).values
     total = scores.logsumexp(dim=-1, keepdim=True)
     edge, num_at_edge, reached = _edge(best, total, top_p)

@@ -63,6 +63,7 @@ class RowSamplers:
         index: dict[SamplingParams, int] = {}
         self._group = torch.tensor([index.setdefault(sampler.group, len(index)) for sampler in samplers])
         self._params = list(index)
+        self._is_drawn = torch.tensor([params.temperature > 0 for params in index])[self._group]
 
     def scores(self, rows: Tensor, nodes: Tensor, logits: Tensor, drafted: DraftedPath) -> Tensor:
         """logits [n, V] at nodes `nodes` of rows `rows`, int64 [n] -> float32 [n, V], penalties and processors applied
@@ -80,11 +81,10 @@ class RowSamplers:
 
     def choose(self, rows: Tensor, scores: Tensor) -> Tensor:
         """One token a row, int64 [n]: the best where temperature is 0, else drawn."""
-        samplers = [self.samplers[row] for row in rows.tolist()]
-        is_drawn = torch.tensor([sampler.params.temperature > 0 for sampler in samplers], device=scores.device)
-        uniforms = [sampler.uniform() for sampler in samplers if sampler.params.temperature > 0]
+        is_drawn = self._is_drawn.to(rows.device)[rows]
+        uniforms = [self.samplers[row].uniform() for row in rows[is_drawn].tolist()]
         on_device = torch.tensor(uniforms, dtype=torch.float64).to(scores.device)
-        if len(uniforms) == len(samplers):
+        if len(uniforms) == len(rows):
             return draw(scores, on_device)
         tokens = scores.argmax(dim=-1)
         if uniforms:

@@ -69,7 +69,7 @@ class SamplingParams:
         return self.temperature == 0 and not self.needs_context
 
     def without_seed(self) -> SamplingParams:
-        return replace(self, seed=None)
+        return self if self.seed is None else replace(self, seed=None)
 
 
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (

@@ -49,11 +49,7 @@ class SamplingRule:
         return scores.argmax(dim=-1) if self._typical[row] else self.samplers.choose(rows, scores)
 
     def accept(self, draft: Draft, logits: Tensor) -> Acceptance:
-        drafted = DraftedPaths(draft)
-
-        def scores(rows: Tensor, nodes: Tensor) -> Tensor:
-            return self.samplers.scores(rows, nodes, logits[rows, nodes], drafted)
-
+        scores = self._node_scores(draft, logits)
         is_typical = torch.tensor([rule is not None for rule in self._typical], device=logits.device)
         last, bonus = walk(draft, (~is_typical).nonzero().flatten(), self._choose(scores))
         if bool(is_typical.any()):
@@ -61,6 +57,10 @@ class SamplingRule:
             epsilon, delta = self._thresholds(logits)
             last[rows], bonus[rows] = typical_walk(draft, rows, scores, epsilon, delta)
         return accept_path(draft, last, bonus)
+
+    def _node_scores(self, draft: Draft, logits: Tensor) -> NodeScores:
+        drafted = DraftedPaths(draft)
+        return lambda rows, nodes: self.samplers.scores(rows, nodes, logits[rows, nodes], drafted)
 
     def _choose(self, scores: NodeScores) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda rows, nodes: self.samplers.choose(rows, scores(rows, nodes))
