@@ -86,6 +86,8 @@ def test_typical_keeps_the_longest_plausible_path():
     assert accept_typical([FLAT, SURE, SPLIT, SURE, SURE, SURE, SPLIT]) == ([0, 2, 5], 0)
     assert accept_typical([FLAT, SURE, SPLIT[::-1], SURE, SURE, SURE, SPLIT]) == ([0, 2, 5], 0)
     assert accept_typical([FLAT, SURE, [0.1, 0.3, 0.6], SURE, SURE, SURE, SPLIT]) == ([0, 2, 6], 1)  # the likelier
+    by_product = [[0.2, 0.5, 0.3], [0.45, 0.5, 0.05], [0.4, 0.6, 0.0], *[SURE] * 4]  # 0.5 * 0.5 against 0.3 * 0.6
+    assert accept_typical(by_product, typical=Typical(0.25, 1.0)) == ([0, 1, 3], 0)
     assert accept_typical([FLAT] + [SURE] * 6) == ([0, 1], 0)  # nothing plausible below either
     assert accept_typical([SURE] * 7) == ([0], 0)
 
