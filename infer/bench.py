@@ -1,14 +1,15 @@
 """`medusa bench`: several ways of decoding the same prompts, side by side, and whether their tokens are the same.
 
 Methods take turns prompt by prompt, and so does the measurement of c(N), so that a drift of the machine's speed falls
-on all of them. Tokens are compared
-with `hf`'s; where they differ, the reference's own two best logits at that place tell a numerical tie from a fault.
+on all of them. Greedy tokens are compared with `hf`'s; where they differ, the reference's own two best logits at that
+place tell a numerical tie from a fault. Sampled, `hf` draws other tokens from the same distribution and is a reference
+for speed only; `ar` and what drafts have the same seeds, so their tokens are compared with each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rich.console import Console
@@ -16,32 +17,33 @@ from rich.console import Console
 from medusa.base_model import BaseModel
 from medusa.calibration import interpolate_latency
 from medusa.model import MedusaModel
+from medusa.sampling import GREEDY_SAMPLING, SamplingParams
 
 from .generation import check_prompt, encode_prompt
 from .latency import LatencyMeter
 from .machine import describe_machine
-from .methods import METHODS, Method, Sample, StockModel, make_methods
+from .methods import METHODS, Method, Sample, StockModel, for_prompt, make_methods
 from .progress import token_progress
 from .prompts import PromptRecord
+from .ties import TIE_GAP, first_difference, gap_at
 
-TIE_GAP = 1e-3  # top-two logit gap below which two float32 computations may choose differently
 WARM_UP_TOKENS = 16
 CURVE_SIZES = (1, 2, 4, 8, 16, 32)
-REFERENCE = "hf"
-
 Verdict = Literal["identical", "tie", "different"]
+VERDICTS: tuple[Verdict, ...] = ("identical", "tie", "different")
 
 
 @dataclass
 class Tally:
-    """What one method did over some prompts."""
+    """What one method did over some prompts. verdicts: empty where its tokens are not compared."""
 
     samples: list[Sample] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
 
-    def add(self, sample: Sample, verdict: Verdict) -> None:
+    def add(self, sample: Sample, verdict: Verdict | None) -> None:
         self.samples.append(sample)
-        self.verdicts.append(verdict)
+        if verdict:
+            self.verdicts.append(verdict)
 
     @property
     def num_tokens(self) -> int:
@@ -73,10 +75,23 @@ class BenchResult:
     tallies: dict[str, Tally]
     by_category: dict[str, dict[str, Tally]] = field(default_factory=dict)
     divergences: list[dict[str, Any]] = field(default_factory=list)
+    sampling: SamplingParams = GREEDY_SAMPLING
 
     @property
     def num_prompts(self) -> int:
         return len(next(iter(self.tallies.values())).samples)
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.sampling.temperature > 0
+
+    @property
+    def reference(self) -> str:
+        """The method that tokens are compared with."""
+        return "ar" if self.is_sampled else "hf"
+
+    def is_compared(self, name: str) -> bool:
+        return not (self.is_sampled and name.startswith("hf"))
 
     @property
     def num_different(self) -> int:
@@ -99,6 +114,7 @@ class BenchResult:
             "dtype": str(self.model.base.dtype).removeprefix("torch."),
             "num_prompts": self.num_prompts,
             "max_new_tokens": self.max_new_tokens,
+            "sampling": _settings(self.sampling) if self.is_sampled else None,
             "tree_nodes": self.model.tree.num_nodes,
             "methods": {name: self._method(name) for name in self.tallies},
             "latency_curve": {str(size): seconds for size, seconds in self.latency_curve.items()},
@@ -107,16 +123,23 @@ class BenchResult:
 
     def _method(self, name: str) -> dict[str, Any]:
         tally = self.tallies[name]
-        report = _report(tally, self.tallies)
+        report = _report(tally, self.tallies, self.is_sampled)
         if "ar" in self.tallies and not name.startswith("hf"):
             report["efficiency"] = self.efficiency(name)
         report["by_category"] = {
-            category: _report(tallies[name], tallies) for category, tallies in sorted(self.by_category.items())
+            category: _report(tallies[name], tallies, self.is_sampled)
+            for category, tallies in sorted(self.by_category.items())
         }
         return report
 
 
-def _report(tally: Tally, others: Mapping[str, Tally]) -> dict[str, Any]:
+def _settings(sampling: SamplingParams) -> dict[str, Any]:
+    settings = asdict(sampling)
+    del settings["processors"]  # stock generation has none, so there are none
+    return settings
+
+
+def _report(tally: Tally, others: Mapping[str, Tally], is_sampled: bool) -> dict[str, Any]:
     report: dict[str, Any] = {
         "tokens_per_second": tally.tokens_per_second,
         "num_tokens": tally.num_tokens,
@@ -126,8 +149,10 @@ def _report(tally: Tally, others: Mapping[str, Tally]) -> dict[str, Any]:
     for other in ("hf", "ar"):
         if other in others:
             report[f"speedup_vs_{other}"] = tally.tokens_per_second / others[other].tokens_per_second
-    for verdict in ("identical", "tie", "different"):
-        report[f"num_prompts_{verdict}"] = tally.verdicts.count(verdict)
+    for verdict in VERDICTS:  # of the comparison with hf
+        report[f"num_prompts_{verdict}"] = None if is_sampled else tally.verdicts.count(verdict)
+    if is_sampled and tally.verdicts:
+        report["compared_with_ar"] = {verdict: tally.verdicts.count(verdict) for verdict in VERDICTS}
     return report
 
 
@@ -139,16 +164,18 @@ def bench(
     methods: Sequence[str],
     max_new_tokens: int,
     console: Console,
+    sampling: SamplingParams = GREEDY_SAMPLING,
 ) -> BenchResult:
-    """Answer the first turn of each prompt with every method, one sequence at a time, greedily.
+    """Answer the first turn of each prompt with every method, one sequence at a time.
 
-    `hf` is always run, as the others are compared with it. Raises ValueError for an unknown method or a prompt that
-    does not fit, before anything is decoded.
+    `hf` is always run, as the others are compared with it, and `ar` where `sampling` draws. Raises ValueError for an
+    unknown method or a prompt that does not fit, before anything is decoded.
     """
-    runs = _chosen(make_methods(model, stock), methods)
+    always = ("hf", "ar") if sampling.temperature > 0 else ("hf",)
+    runs = _chosen(make_methods(model, stock, sampling), [*always, *methods])
     encoded = encode_prompts(model.base, prompts, max_new_tokens)
     meter = LatencyMeter(model.base, sorted({*CURVE_SIZES, model.tree.num_nodes}))
-    result = BenchResult(model, max_new_tokens, {}, {name: Tally() for name in runs})
+    result = BenchResult(model, max_new_tokens, {}, {name: Tally() for name in runs}, sampling=sampling)
     for run in runs.values():
         run(encoded[0], min(WARM_UP_TOKENS, max_new_tokens))
     with token_progress(console, "prompts", len(prompts), "prompts") as progress:
@@ -162,7 +189,7 @@ def bench(
 
 
 def _chosen(runs: Mapping[str, Method], names: Iterable[str]) -> dict[str, Method]:
-    names = list(dict.fromkeys([REFERENCE, *names]))
+    names = list(dict.fromkeys(names))
     if unknown := [name for name in names if name not in runs]:
         raise ValueError(f"methods: got {', '.join(unknown)}, expected some of {', '.join(METHODS)}")
     return {name: runs[name] for name in names}
@@ -188,21 +215,15 @@ def _take_turns(runs: Mapping[str, Method], number: int, ids: list[int], max_new
 def _count(
     result: BenchResult, stock: StockModel, prompt: PromptRecord, ids: list[int], samples: Mapping[str, Sample]
 ) -> None:
-    reference = samples[REFERENCE].token_ids
+    reference = samples[result.reference].token_ids
     category = result.by_category.setdefault(prompt.category, {}) if prompt.category else {}
     for name, tally in result.tallies.items():
         tokens = samples[name].token_ids
-        verdict: Verdict = "identical"
-        if tokens != reference:
+        verdict: Verdict | None = "identical" if result.is_compared(name) else None
+        if verdict and tokens != reference:
             place = first_difference(tokens, reference)
-            gap = stock.top_two_gap(ids + reference[:place])
+            gap = gap_at(stock, for_prompt(result.sampling, ids), ids, reference, tokens)
             verdict = "tie" if gap < TIE_GAP else "different"
             result.divergences.append({"id": prompt.id, "method": name, "token": place, "gap": gap, "verdict": verdict})
         tally.add(samples[name], verdict)
         category.setdefault(name, Tally()).add(samples[name], verdict)
-
-
-def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int:
-    """Index of the first token that is not the same; the shorter length where one begins the other."""
-    pairs = enumerate(zip(tokens, reference, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference)))

@@ -8,15 +8,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .bench import TIE_GAP, BenchResult
+from .bench import VERDICTS, BenchResult
 from .methods import METHODS
+from .ties import TIE_GAP
 
 COLOURS = {"hf": "#c9ced8", "hf-lookup": "#8d95a5", "ar": "#2a6fbb", "medusa": "#1f8a5b"}
 INK = "#1f2430"
 
 
 def print_bench(result: BenchResult, console: Console) -> None:
-    table = Table(title=f"{result.num_prompts} prompts, up to {result.max_new_tokens} new tokens, greedy")
+    how = "greedy"
+    if result.is_sampled:
+        how = f"temperature {result.sampling.temperature}, top-p {result.sampling.top_p}, seed {result.sampling.seed}"
+    table = Table(title=f"{result.num_prompts} prompts, up to {result.max_new_tokens} new tokens, {how}")
     table.add_column("method", no_wrap=True)
     for name in ("tokens/s", "vs hf", "vs ar", "tau", "efficiency", "first token", "same", "tie", "different"):
         table.add_column(name, justify="right")
@@ -29,16 +33,27 @@ def print_bench(result: BenchResult, console: Console) -> None:
             f"{method['mean_acceptance_length']:.2f}",
             f"{method['efficiency']:.2f}" if "efficiency" in method else "",
             f"{1000 * method['time_to_first_token_s']:.0f} ms",
-            *(str(method[f"num_prompts_{verdict}"]) for verdict in ("identical", "tie", "different")),
+            *_verdicts(result, name),
         )
     console.print(table)
     for name in result.tallies:
         console.print(f"{name}: {METHODS[name]}", style="dim", highlight=False)
     console.print(
         f"tau: tokens per step. efficiency: speedup over ar by tau / c(N), N = {result.model.tree.num_nodes}. "
-        f"tie: tokens part where hf's two best logits are within {TIE_GAP}.",
+        + (
+            f"Tokens are compared with ar's, drawn with the same seed; hf draws others from the same distribution. "
+            f"tie: tokens part within {TIE_GAP} of the edge of their probabilities."
+            if result.is_sampled
+            else f"tie: tokens part where hf's two best logits are within {TIE_GAP}."
+        ),
         style="dim",
     )
+
+
+def _verdicts(result: BenchResult, name: str) -> list[str]:
+    """Cells, empty where a method's tokens are not compared."""
+    verdicts = result.tallies[name].verdicts
+    return [str(verdicts.count(verdict)) if result.is_compared(name) else "" for verdict in VERDICTS]
 
 
 def _ratio(method: dict[str, Any], key: str) -> str:

@@ -13,18 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from medusa.acceptance import EveryNode
 from medusa.base_model import BaseModel
 from medusa.drafter import RootDrafter
+from medusa.sampling import SamplingParams
 
 from .generation import encode_prompt, run_requests
 from .progress import token_progress
 from .prompts import PromptRecord, read_prompts
 from .request import Piece, Request
-from .sampling import top_p_sampler
 
 BLOCK = 256  # self-written prompts are drawn in blocks of at most this many, each from a seed of its own
 MIN_PROMPT_CHARACTERS = 12
@@ -105,10 +103,18 @@ def write_prompts(base: BaseModel, path: Path, count: int, options: DistillOptio
 
 def _draw_prompts(base: BaseModel, block: int, size: int, options: DistillOptions) -> list[str]:
     opening = user_opening(base.tokenizer)
-    generator = torch.Generator(base.device).manual_seed(options.seed * 1_000_003 + block)
-    rule = EveryNode(top_p_sampler(generator, temperature=options.temperature, top_p=options.top_p))
-    requests = [Request(opening, options.max_prompt_tokens, base.eos_token_ids, base.tokenizer) for _ in range(size)]
-    for _ in run_requests(base, RootDrafter(), requests, max_rows=options.max_rows, rule=rule):
+    first_seed = (options.seed * 1_000_003 + block) * BLOCK
+    requests = [
+        Request(
+            opening,
+            options.max_prompt_tokens,
+            base.eos_token_ids,
+            base.tokenizer,
+            sampling=SamplingParams(options.temperature, top_p=options.top_p, seed=first_seed + i),
+        )
+        for i in range(size)
+    ]
+    for _ in run_requests(base, RootDrafter(), requests, max_rows=options.max_rows):
         pass
     texts = [request.text.strip() for request in requests if request.finish_reason == "stop"]
     return [text for text in texts if len(text) >= MIN_PROMPT_CHARACTERS]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from medusa.acceptance import GREEDY, AcceptanceRule
+from medusa.acceptance import AcceptanceRule
 from medusa.base_model import BaseModel
 from medusa.drafter import Drafter
+from medusa.sampling_rule import rule_for
 
 from .decode import DecodeState, decode_step, prefill
 from .request import Piece, Request
@@ -23,11 +24,8 @@ class Engine:
     context length) is refused by `check` with the numbers, before anything is computed.
     """
 
-    def __init__(
-        self, base_model: BaseModel, drafter: Drafter, *, max_rows: int, capacity: int, rule: AcceptanceRule = GREEDY
-    ) -> None:
-        self.base_model, self.rule = base_model, rule
-        self.max_rows, self.capacity = max_rows, capacity
+    def __init__(self, base_model: BaseModel, drafter: Drafter, *, max_rows: int, capacity: int) -> None:
+        self.base_model, self.max_rows, self.capacity = base_model, max_rows, capacity
         self.state = DecodeState.empty(base_model, drafter, max_rows=max_rows, capacity=capacity)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
@@ -63,18 +61,22 @@ class Engine:
         return min(len(self.waiting), self.max_rows - len(self.running))
 
     def _admit(self, request: Request) -> tuple[Request, Piece]:
-        prefill(self.base_model, self.state, request.prompt_ids, self.rule)
         self.running.append(request)
+        prefill(self.base_model, self.state, request.prompt_ids, self._rule())
         piece = request.emit([int(self.state.root[-1])])
         self._drop_finished()
         return request, piece
 
     def _decode(self) -> list[tuple[Request, Piece]]:
-        step = decode_step(self.base_model, self.state, self.rule)
+        step = decode_step(self.base_model, self.state, self._rule())
         rows = zip(self.running, step.tokens.tolist(), step.counts.tolist(), step.num_drafted.tolist(), strict=True)
         pieces = [(request, request.emit(row[:count], drafted)) for request, row, count, drafted in rows]
         self._drop_finished()
         return pieces
+
+    def _rule(self) -> AcceptanceRule:
+        """Every row is decoded as its request asks, whoever the others are."""
+        return rule_for([request.sampler for request in self.running])
 
     def _drop_finished(self) -> None:
         for row in range(len(self.running) - 1, -1, -1):

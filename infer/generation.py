@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from medusa.acceptance import GREEDY, AcceptanceRule
 from medusa.base_model import BaseModel
 from medusa.drafter import Drafter, RootDrafter
+from medusa.sampling import GREEDY_SAMPLING, AcceptanceName, SamplingParams, Typical, choose_acceptance
 
 from .engine import Engine, check_length
 from .request import FinishReason, GenerationStats, Piece, Request
@@ -55,13 +55,21 @@ def make_requests(
     stop: Sequence[str] = (),
     raw: bool = False,
     ignore_eos: bool = False,
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY_SAMPLING,
+    acceptance: AcceptanceName | Typical | None = None,
 ) -> list[Request]:
+    """One request a prompt; the options are those of `generate`."""
     eos = frozenset() if ignore_eos else base_model.eos_token_ids
     tokenizer = base_model.tokenizer
-    return [
-        Request(encode_prompt(tokenizer, prompt, raw=raw), max_new_tokens, eos, tokenizer, list(stop))
-        for prompt in prompts
-    ]
+    samplings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    if len(samplings) != len(prompts):
+        raise ValueError(f"sampling: got {len(samplings)} settings for {len(prompts)} prompts, expected one each")
+    requests = []
+    for prompt, params in zip(prompts, samplings, strict=True):
+        typical = choose_acceptance(params, acceptance)
+        ids = encode_prompt(tokenizer, prompt, raw=raw)
+        requests.append(Request(ids, max_new_tokens, eos, tokenizer, list(stop), params, typical))
+    return requests
 
 
 def run_requests(
@@ -70,14 +78,13 @@ def run_requests(
     requests: Sequence[Request],
     *,
     max_rows: int = 8,
-    rule: AcceptanceRule = GREEDY,
 ) -> Iterator[tuple[Request, Piece]]:
     """Drive requests to their end in one engine made to measure."""
     if not requests:
         return
     capacity = max(request.capacity for request in requests)
     max_rows = min(max_rows, len(requests))
-    engine = Engine(base_model, drafter, max_rows=max_rows, capacity=capacity, rule=rule)
+    engine = Engine(base_model, drafter, max_rows=max_rows, capacity=capacity)
     for request in requests:
         request.start_clock()
     yield from engine.run(requests)
@@ -93,17 +100,29 @@ def generate(
     ignore_eos: bool = False,
     speculate: bool = True,
     max_rows: int = 8,
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY_SAMPLING,
+    acceptance: AcceptanceName | Typical | None = None,
     on_piece: Callable[[int, Piece], None] | None = None,
 ) -> list[GenerationResult]:
-    """Answer prompts greedily, token for token as the base model would.
+    """Answer prompts as the base model would: token for token when greedy (the default), in distribution when sampling.
 
+    sampling: for all prompts or one each; the model's own generation config is not looked at. A seed holds for every
+    prompt that it is given to. acceptance: "greedy", "rejection" (lossless, the default) or "typical" / `Typical(...)`,
+    which is LOSSY: faster, with answers that the base would not give.
     speculate: False decodes with the same engine and a root-only tree. max_rows: sequences decoded together.
     on_piece: called with the prompt's index and each piece as it comes.
     Raises ValueError for a prompt that does not fit the context with `max_new_tokens`, before anything is computed.
     """
     prompts = [prompts] if isinstance(prompts, str) else prompts
     requests = make_requests(
-        model.base, prompts, max_new_tokens=max_new_tokens, stop=stop, raw=raw, ignore_eos=ignore_eos
+        model.base,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        raw=raw,
+        ignore_eos=ignore_eos,
+        sampling=sampling,
+        acceptance=acceptance,
     )
     drafter = model.drafter() if speculate else RootDrafter()
     index = {id(request): i for i, request in enumerate(requests)}

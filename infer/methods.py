@@ -4,11 +4,13 @@ heads. The benchmark and the side-by-side answer of `medusa generate --compare` 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -16,6 +18,7 @@ from medusa.adapter import MergedAdapter
 from medusa.base_model import BaseModel
 from medusa.drafter import Drafter, RootDrafter
 from medusa.model import MedusaModel
+from medusa.sampling import GREEDY_SAMPLING, SamplingParams
 
 from .generation import run_requests
 from .request import Request
@@ -44,19 +47,28 @@ METHODS = {
 }
 
 
-def make_methods(model: MedusaModel, stock: StockModel) -> dict[str, Method]:
-    """Every way of running `model`, by the names of `METHODS`."""
+def make_methods(
+    model: MedusaModel, stock: StockModel, sampling: SamplingParams = GREEDY_SAMPLING
+) -> dict[str, Method]:
+    """Every way of running `model`, by the names of `METHODS`. Where `sampling` draws, each prompt has a seed of its
+    own, the same for all methods."""
     return {
-        "hf": stock.method(),
-        "hf-lookup": stock.method(prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        "ar": engine_method(model.base, RootDrafter()),
-        "medusa": engine_method(model.base, model.drafter()),
+        "hf": stock.method(sampling),
+        "hf-lookup": stock.method(sampling, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+        "ar": engine_method(model.base, RootDrafter(), sampling),
+        "medusa": engine_method(model.base, model.drafter(), sampling),
     }
 
 
-def engine_method(base_model: BaseModel, drafter: Drafter) -> Method:
+def for_prompt(sampling: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
+    """The same settings with a seed that only this prompt has."""
+    return replace(sampling, seed=(sampling.seed or 0) + zlib.crc32(repr(prompt_ids).encode()))
+
+
+def engine_method(base_model: BaseModel, drafter: Drafter, sampling: SamplingParams = GREEDY_SAMPLING) -> Method:
     def run(prompt_ids: list[int], max_new_tokens: int) -> Sample:
-        request = Request(prompt_ids, max_new_tokens, base_model.eos_token_ids, base_model.tokenizer)
+        params = for_prompt(sampling, prompt_ids)
+        request = Request(prompt_ids, max_new_tokens, base_model.eos_token_ids, base_model.tokenizer, sampling=params)
         start = time.perf_counter()
         for _ in run_requests(base_model, drafter, [request]):
             pass
@@ -81,7 +93,7 @@ class _Clock(BaseStreamer):
 
 @dataclass(frozen=True)
 class StockModel:
-    """The base model loaded once more, untouched by our packing, greedy whatever its generation config says."""
+    """The base model loaded once more, untouched by our packing; its own generation config is not looked at."""
 
     model: Any
     settings: dict[str, Any] = field(default_factory=dict)
@@ -96,15 +108,19 @@ class StockModel:
         if adapter:
             adapter.merge_into(loaded)
         eos = sorted(base.eos_token_ids) or None
-        settings = {"eos_token_id": eos, "pad_token_id": eos[0] if eos else 0, "do_sample": False}
+        settings = {"eos_token_id": eos, "pad_token_id": eos[0] if eos else 0}
         # Unset values are filled from the model's own generation config: a repetition penalty would change the answer.
         loaded.generation_config = GenerationConfig(**settings)
         return cls(loaded.to(base.device).eval(), settings)
 
-    def method(self, **extra: Any) -> Method:
+    def method(self, sampling: SamplingParams = GREEDY_SAMPLING, **extra: Any) -> Method:
+        """Raises ValueError for a setting that stock generation does not have."""
+        chosen = stock_sampling(sampling)
+
         def run(prompt_ids: list[int], max_new_tokens: int) -> Sample:
             ids = torch.tensor([prompt_ids], device=self.model.device)
-            config = GenerationConfig(**self.settings, max_new_tokens=max_new_tokens, **extra)
+            config = GenerationConfig(**self.settings, **chosen, max_new_tokens=max_new_tokens, **extra)
+            torch.manual_seed(for_prompt(sampling, prompt_ids).seed or 0)
             clock, mask, start = _Clock(), torch.ones_like(ids), time.perf_counter()
             output = self.model.generate(ids, attention_mask=mask, generation_config=config, streamer=clock)
             end = time.perf_counter()
@@ -114,9 +130,28 @@ class StockModel:
         return run
 
     @torch.inference_mode()
+    def next_logits(self, token_ids: list[int]) -> Tensor:
+        """float32 [1, V]: those after `token_ids`."""
+        ids = torch.tensor([token_ids], device=self.model.device)
+        return self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+
     def top_two_gap(self, token_ids: list[int]) -> float:
         """Difference of the two highest logits after `token_ids`."""
-        ids = torch.tensor([token_ids], device=self.model.device)
-        logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
-        best, second = logits.topk(2).values.tolist()
+        best, second = self.next_logits(token_ids)[0].topk(2).values.tolist()
         return float(best - second)
+
+
+def stock_sampling(params: SamplingParams) -> dict[str, Any]:
+    """The same settings as Transformers' GenerationConfig names them."""
+    if params.presence_penalty or params.frequency_penalty or params.processors:
+        raise ValueError(
+            "stock generate: got presence_penalty, frequency_penalty or processors, which it does not have; leave them "
+            "out to compare with it"
+        )
+    settings: dict[str, Any] = {"do_sample": params.temperature > 0}
+    if params.repetition_penalty != 1:
+        settings["repetition_penalty"] = float(params.repetition_penalty)
+    if params.temperature > 0:
+        settings |= {"temperature": float(params.temperature), "top_k": int(params.top_k), "top_p": params.top_p}
+        settings["min_p"] = params.min_p or None
+    return settings

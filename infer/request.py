@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from medusa.row_sampler import RowSampler
+from medusa.sampling import GREEDY_SAMPLING, SamplingParams, Typical
+
 from .detokenize import Detokenizer, StopMatcher
 
 FinishReason = Literal["stop", "length"]
@@ -52,13 +55,16 @@ class Piece:
 
 @dataclass
 class Request:
-    """prompt_ids: the whole prompt. stop: strings that end the answer and are not part of it."""
+    """prompt_ids: the whole prompt. stop: strings that end the answer and are not part of it. sampling: how its tokens
+    are chosen. typical: the lossy acceptance rule where one is wanted; None is lossless."""
 
     prompt_ids: list[int]
     max_new_tokens: int
     eos_token_ids: frozenset[int]
     tokenizer: Any
     stop: list[str] = field(default_factory=list)
+    sampling: SamplingParams = GREEDY_SAMPLING
+    typical: Typical | None = None
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -71,6 +77,7 @@ class Request:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}, expected at least 1")
         if any(not stop for stop in self.stop):
             raise ValueError("stop: an empty string would stop every answer before it begins; leave it out")
+        self.sampler = RowSampler(self.sampling, self.prompt_ids, self.token_ids, self.typical)
         self._detokenizer = Detokenizer(self.tokenizer)
         self._stop_matcher = StopMatcher(self.stop)
         self._started = time.perf_counter()

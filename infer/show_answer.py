@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from medusa.model import MedusaModel
+from medusa.sampling import GREEDY_SAMPLING, SamplingParams, Typical
 
 from .generation import Prompt, stream_request
 
@@ -20,10 +21,26 @@ def show_answer(
     max_new_tokens: int,
     stop: Sequence[str] = (),
     speculate: bool = True,
+    sampling: SamplingParams = GREEDY_SAMPLING,
+    typical: Typical | None = None,
 ) -> None:
     """Answer to the console, statistics to a last dim line. A step's text is green where all of it but the last token
-    had been drafted, so green runs show what was won."""
-    request, pieces = stream_request(model, prompt, max_new_tokens=max_new_tokens, stop=stop, speculate=speculate)
+    had been drafted, so green runs show what was won. Lossy acceptance is said first."""
+    request, pieces = stream_request(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        speculate=speculate,
+        sampling=sampling,
+        acceptance=typical,
+    )
+    if typical:
+        console.print(
+            f"LOSSY: typical acceptance (epsilon {typical.epsilon}, delta {typical.delta}), not the base's own answer",
+            style="yellow",
+            highlight=False,
+        )
     for piece in pieces:
         style = "green" if piece.num_drafted_accepted else ""
         console.print(Text(piece.text, style=style), end="", soft_wrap=True)

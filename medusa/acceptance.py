@@ -3,6 +3,7 @@
 The base makes its own choice at a node of the tree: the argmax of its logits there when decoding greedily. The longest
 drafted path that consists of these choices is accepted, and the base's choice after its last node comes on top, so the
 output is the one that the base would have written alone. The root is the base's own token and always accepted.
+Sampled rows have rules of their own, in `sampling_rule.py`.
 """
 
 from __future__ import annotations
@@ -74,17 +75,18 @@ def accept(draft: Draft, choices: Tensor) -> Acceptance:
     matched = draft.tokens == choices.gather(1, draft.parent.clamp(min=0))
     matched[:, 0] = True
     agreed = ~(draft.mask & ~matched[:, None]).any(dim=-1)  # [B, N]: the node and all its ancestors
-    return accept_path(draft, draft.depth.masked_fill(~agreed, -1).argmax(dim=1), choices)
+    last = draft.depth.masked_fill(~agreed, -1).argmax(dim=1)
+    return accept_path(draft, last, choices.gather(1, last[:, None])[:, 0])
 
 
-def accept_path(draft: Draft, last: Tensor, choices: Tensor) -> Acceptance:
-    """Accept the path from the root to node `last`, int64 [B]; the bonus token is choices[b, last[b]]."""
+def accept_path(draft: Draft, last: Tensor, bonus: Tensor) -> Acceptance:
+    """Accept the path from the root to node `last`; both int64 [B]."""
     counts = draft.depth.gather(1, last[:, None])[:, 0] + 1
     rows = torch.arange(len(last), device=last.device)
     path = draft.mask[rows, last].to(torch.int8)  # ancestors, in the order of their depth
     nodes = path.argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
     nodes = nodes.masked_fill(torch.arange(nodes.shape[1], device=last.device) >= counts[:, None], 0)
-    return Acceptance(nodes, counts, choices.gather(1, last[:, None])[:, 0])
+    return Acceptance(nodes, counts, bonus)
 
 
 def slow_accept(parent: list[int], draft_tokens: list[int], choices: list[int]) -> tuple[list[int], int]:

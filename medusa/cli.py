@@ -17,19 +17,32 @@ import typer
 from . import __version__
 from .cli_inspect import app as inspect_app
 from .cli_options import (
+    Acceptance,
     BadRecord,
     BaseOverride,
     Data,
+    Delta,
     Device,
     Dtype,
     DtypeOption,
+    Epsilon,
+    FrequencyPenalty,
     Heads,
     JsonOut,
     Limit,
     MaxLength,
     MaxNewTokens,
+    MinP,
     OnBadRecord,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
     TrustRemoteCode,
+    make_acceptance,
+    make_sampling,
     open_console,
     write_json,
 )
@@ -225,22 +238,61 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
     speculate: Annotated[bool, typer.Option(help="Draft with the heads, or decode a token at a time.")] = True,
     compare: Annotated[bool, typer.Option("--compare", help="Answer with stock transformers too.")] = False,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    seed: Seed = None,
+    acceptance: Acceptance = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
     base: BaseOverride = None,
     dtype: DtypeOption = Dtype.float32,
     device: Device = "cpu",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Answer one prompt greedily, as the base model itself would, faster."""
+    """Answer one prompt as the base model itself would, faster: greedily, or sampling with --temperature.
+
+    The model's own generation_config.json is not looked at: what is not given here is off.
+    """
     console = open_console()
     from .infer.generation import check_prompt, encode_prompt
     from .infer.show_answer import show_answer
 
+    sampling = make_sampling(
+        temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+    )
+    typical = make_acceptance(sampling, acceptance, epsilon, delta)
+    if compare and not sampling.is_plain_greedy:
+        raise ValueError(
+            "generate: got --compare with sampling or penalties, expected plain greedy; `medusa bench --temperature` "
+            "compares sampled speeds"
+        )
     if compare and stop:
         raise ValueError("generate: got --compare with --stop, expected one of them; stock generate cuts elsewhere")
     model = _load(heads, base, dtype, device, trust_remote_code, pack=True)
     ids = encode_prompt(model.base.tokenizer, sys.stdin.read() if prompt == "-" else prompt, raw=raw)
     if not compare:
-        show_answer(model, ids, console, max_new_tokens=max_new_tokens, stop=stop or (), speculate=speculate)
+        show_answer(
+            model,
+            ids,
+            console,
+            max_new_tokens=max_new_tokens,
+            stop=stop or (),
+            speculate=speculate,
+            sampling=sampling,
+            typical=typical,
+        )
         return
     from .infer.compare import compare as show_comparison
     from .infer.methods import StockModel
@@ -258,6 +310,9 @@ def bench(
         str, typer.Option(help="Comma-separated: hf, hf-lookup, ar, medusa; hf always runs.")
     ] = "ar,medusa",
     max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the tokens drawn; every prompt gets one of its own from it.")] = 0,
     limit: Limit = None,
     json: JsonOut = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the speeds here (PNG).")] = None,
@@ -268,7 +323,8 @@ def bench(
 ) -> None:
     """Compare speed and tokens with stock transformers, one prompt at a time, methods taking turns.
 
-    Fails (status 1) where a method's tokens differ from stock's by more than a numerical tie.
+    Fails (status 1) where a method's tokens differ from stock's by more than a numerical tie. With --temperature, stock
+    samples too, tokens of its own: then ar and medusa, which have the same seeds, are compared with each other.
     """
     console = open_console()
     from .infer.bench import bench
@@ -276,18 +332,23 @@ def bench(
     from .infer.methods import StockModel
     from .infer.prompts import read_prompts
 
+    sampling = make_sampling(temperature, top_p=top_p, seed=seed)
     records = read_prompts(prompts, limit=limit)
     model = _load(heads, base, dtype, device, trust_remote_code, pack=True)
     stock = StockModel.load(model.base, model.adapter, trust_remote_code=trust_remote_code)
     names = [name.strip() for name in methods.split(",") if name.strip()]
-    result = bench(model, stock, records, methods=names, max_new_tokens=max_new_tokens, console=console)
+    result = bench(
+        model, stock, records, methods=names, max_new_tokens=max_new_tokens, console=console, sampling=sampling
+    )
     print_bench(result, console)
     write_json(json, result.to_dict())
     if plot:
         plot_bench(result, plot)
         print(f"picture: {plot}")
     if result.num_different:
-        raise RuntimeError(f"bench: {result.num_different} answers differ from stock's beyond a numerical tie")
+        raise RuntimeError(
+            f"bench: {result.num_different} answers differ from {result.reference}'s beyond a numerical tie"
+        )
 
 
 def _load(

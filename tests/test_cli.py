@@ -121,6 +121,39 @@ def test_generate_says_what_the_base_says(workspace, capsys):
     assert answers[0] == answers[1] and any(answers[0])
 
 
+def test_a_seed_gives_the_same_sampled_answer_with_and_without_drafts(workspace, capsys):
+    answers = []
+    for seed, option in (("4", "--speculate"), ("4", "--no-speculate"), ("5", "--speculate")):
+        command = ["generate", "--heads", workspace.heads, "--prompt", "Hi", "--max-new-tokens", "30", option]
+        settings = "--temperature 0.9 --top-k 50 --top-p 0.95 --min-p 0.01 --repetition-penalty 1.1"
+        penalties = f"--presence-penalty 0.1 --frequency-penalty 0.1 --acceptance rejection --seed {seed}"
+        assert run([*command, *settings.split(), *penalties.split()]) == 0
+        *answer, _ = capsys.readouterr().out.rstrip("\n").split("\n")
+        answers.append(answer)
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_typical_acceptance_says_that_it_is_lossy(workspace, capsys):
+    command = ["generate", "--heads", workspace.heads, "--prompt", "Hi", "--max-new-tokens", "8"]
+    assert run([*command, "--temperature", "0.7", "--acceptance", "typical", "--epsilon", "0.2"]) == 0
+    assert "LOSSY: typical acceptance (epsilon 0.2, delta 0.3)" in capsys.readouterr().out
+    assert run([*command, "--temperature", "0.7"]) == 0
+    assert "LOSSY" not in capsys.readouterr().out
+
+
+def test_bench_at_a_temperature_compares_answers_of_the_same_seed(workspace, tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    command = ["bench", "--heads", workspace.heads, "--prompts", workspace.prompts, "--limit", "2"]
+    settings = ["--temperature", "0.8", "--top-p", "0.95", "--max-new-tokens", "12", "--json", str(path)]
+    assert run([*command, *settings]) == 0
+    report = json.loads(path.read_text())
+    assert report["sampling"]["temperature"] == 0.8 and report["sampling"]["seed"] == 0
+    medusa = report["methods"]["medusa"]
+    assert medusa["num_prompts_identical"] is None and sum(medusa["compared_with_ar"].values()) == 2
+    output = " ".join(capsys.readouterr().out.split())
+    assert "temperature 0.8, top-p 0.95, seed 0" in output and "hf draws others from the same distribution" in output
+
+
 def test_generate_compare_shows_three_speeds_and_one_answer(workspace, capsys):
     command = ["generate", "--heads", workspace.heads, "--prompt", "Hi", "--max-new-tokens", "20", "--compare"]
     assert run(command) == 0
@@ -170,6 +203,13 @@ def test_bench_writes_the_contract(workspace, tmp_path, capsys):
         ("generate --heads {heads} --prompt x --max-new-tokens 250", "lower max_new_tokens to"),
         ("generate --heads {heads} --prompt x --max-new-tokens many", "Invalid value for '--max-new-tokens'"),
         ("generate --heads {heads} --prompt x --compare --stop y", "got --compare with --stop"),
+        ("generate --heads {heads} --prompt x --compare --temperature 1", "got --compare with sampling"),
+        ("generate --heads {heads} --prompt x --top-p 0.9", "--top-p: got 0.9 with temperature 0, which is greedy"),
+        ("generate --heads {heads} --prompt x --temperature -1", "temperature: got -1.0, expected 0 (greedy) or"),
+        ("generate --heads {heads} --prompt x --temperature 1 --acceptance greedy", "got greedy with temperature 1.0"),
+        ("generate --heads {heads} --prompt x --acceptance typical", "got typical with temperature 0"),
+        ("generate --heads {heads} --prompt x --temperature 1 --delta 0.1", "--delta: belongs to --acceptance typical"),
+        ("bench --heads {heads} --prompts {prompts} --top-p 0.9", "--top-p: got 0.9 with temperature 0"),
         ("generate --heads {heads} --prompt x --base nowhere/at-all", "nowhere/at-all"),
         ("generate --heads {heads} --prompt x --device warp", "device 'warp' is unknown"),
         ("generate --heads {heads} --prompt x --device cuda:99", "device 'cuda:99' is not there"),

@@ -10,10 +10,12 @@ from medusa.base_model import adapt_base_model
 from medusa.config import HeadsConfig
 from medusa.heads import MedusaHeads
 from medusa.infer import bench as bench_module
-from medusa.infer.bench import BenchResult, Tally, bench, first_difference
+from medusa.infer.bench import BenchResult, Tally, bench
 from medusa.infer.methods import Sample, StockModel, make_methods
 from medusa.infer.prompts import PromptRecord
+from medusa.infer.ties import first_difference
 from medusa.model import MedusaModel
+from medusa.sampling import SamplingParams
 from medusa.tree import DraftTree
 from tiny_models import save_tiny_base, tiny_model, tiny_tokenizer
 
@@ -141,3 +143,56 @@ def test_methods_take_turns_in_going_first(model, stock, monkeypatch):
     monkeypatch.setattr(bench_module, "make_methods", lambda *_: {name: noted(name) for name in right})
     run_bench(model, stock)
     assert order[3:] == ["hf", "ar", "medusa", "ar", "medusa", "hf", "medusa", "hf", "ar"]
+
+
+SAMPLED = SamplingParams(0.7, top_p=0.95, seed=3)
+
+
+def test_sampled_answers_are_compared_with_those_of_the_same_seed(model, stock):
+    result = run_bench(model, stock, ("medusa", "hf-lookup"), sampling=SAMPLED)
+    assert list(result.tallies) == ["hf", "ar", "medusa", "hf-lookup"] and result.num_different == 0
+    report = result.to_dict()
+    assert report["sampling"] == {
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.95,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": 3,
+    }
+    for name, method in report["methods"].items():
+        assert [method[f"num_prompts_{verdict}"] for verdict in ("identical", "tie", "different")] == [None] * 3
+        compared = {"identical": 3, "tie": 0, "different": 0}
+        assert method.get("compared_with_ar") == (None if name.startswith("hf") else compared)
+        assert method["num_tokens"] == 36 and method["speedup_vs_hf"] > 0
+    assert run_bench(model, stock).to_dict()["sampling"] is None
+
+
+def test_each_prompt_is_drawn_with_a_seed_of_its_own_the_same_every_time(model, stock):
+    methods = make_methods(model, stock, SAMPLED)
+    for name in ("hf", "ar", "medusa"):
+        first, again, other = (methods[name](ids, 30).token_ids for ids in ([5, 6, 7], [5, 6, 7], [7, 6, 5]))
+        assert first == again != other
+    greedy = make_methods(model, stock)["hf"]([5, 6, 7], 30).token_ids
+    assert methods["hf"]([5, 6, 7], 30).token_ids != greedy
+
+
+def test_a_wrong_sampled_token_is_found(model, stock, monkeypatch):
+    right = make_methods(model, stock, SAMPLED)
+
+    def one_wrong_token(prompt_ids, max_new_tokens):
+        sample = right["medusa"](prompt_ids, max_new_tokens)
+        sample.token_ids[5] = (sample.token_ids[5] + 64) % 128
+        return sample
+
+    monkeypatch.setattr(bench_module, "make_methods", lambda *_: right | {"medusa": one_wrong_token})
+    result = run_bench(model, stock, sampling=SAMPLED)
+    assert result.tallies["medusa"].verdicts == ["different"] * 3 and result.num_different == 3
+    assert [(d["method"], d["token"]) for d in result.divergences] == [("medusa", 5)] * 3
+
+
+def test_settings_that_stock_does_not_have_are_refused(model, stock):
+    with pytest.raises(ValueError, match="presence_penalty, frequency_penalty or processors, which it does not have"):
+        run_bench(model, stock, sampling=SamplingParams(presence_penalty=0.5))
