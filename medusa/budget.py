@@ -26,7 +26,7 @@ IDLE_DECAY = 0.97  # a step without: slowly back to trusting it
 PRIOR = 2.0  # tokens by which a ratio of 1 is believed at first
 MAX_RATIO = 1.5
 PATIENCE = 3  # steps that do not pay before proposing pauses
-MAX_PAUSE = 16  # steps
+MAX_PAUSE = 32  # steps
 
 
 def latency_at(curve: Mapping[int, float], num_tokens: int) -> float:
@@ -59,20 +59,29 @@ class RowRecord:
 
     def count(self, accepted: float, expected: float) -> None:
         """After a step; expected is 0 where nothing was drafted, which brings the ratio back towards 1."""
-        decay = DECAY if expected else IDLE_DECAY
-        self.accepted = decay * self.accepted + (accepted if expected else 0.0)
-        self.expected = decay * self.expected + expected
+        if not expected:
+            self.accepted, self.expected = IDLE_DECAY * self.accepted, IDLE_DECAY * self.expected
+            return
+        self.accepted = DECAY * self.accepted + accepted
+        self.expected = DECAY * self.expected + expected
+        if accepted >= expected / 2:
+            self.num_unpaid = self.last_pause = 0
+        elif self.last_pause:  # what was tried after a pause failed too
+            self._rest()
 
     def count_gain(self, pays: bool) -> None:
         """After a choice: pauses of 1, 2, 4, ... steps while proposing keeps not paying."""
         if pays:
-            self.num_unpaid = self.pause = self.last_pause = 0
+            self.num_unpaid = self.pause = 0
         elif self.pause:  # proposed all the same, for another row's sake
             self.pause -= 1
         elif self.num_unpaid < PATIENCE - 1:
             self.num_unpaid += 1
         else:
-            self.pause = self.last_pause = min(max(1, 2 * self.last_pause), MAX_PAUSE)
+            self._rest()
+
+    def _rest(self) -> None:
+        self.pause = self.last_pause = min(max(1, 2 * self.last_pause), MAX_PAUSE)
 
 
 @dataclass(frozen=True)
