@@ -11,14 +11,22 @@ from rich.table import Table
 from .bench import TIE_GAP, BenchResult
 from .methods import METHODS
 
-COLOURS = {"hf": "#c9ced8", "hf-lookup": "#8d95a5", "ar": "#2a6fbb", "medusa": "#1f8a5b"}
+COLOURS = {
+    "hf": "#c9ced8",
+    "hf-lookup": "#8d95a5",
+    "ar": "#2a6fbb",
+    "medusa": "#1f8a5b",
+    "medusa-static": "#9bc4ae",
+    "medusa-dynamic": "#5aa884",
+    "lookup": "#d1662a",
+}
 INK = "#1f2430"
 
 
 def print_bench(result: BenchResult, console: Console) -> None:
     table = Table(title=f"{result.num_prompts} prompts, up to {result.max_new_tokens} new tokens, greedy")
     table.add_column("method", no_wrap=True)
-    for name in ("tokens/s", "vs hf", "vs ar", "tau", "efficiency", "first token", "same", "tie", "different"):
+    for name in ("tokens/s", "vs hf", "vs ar", "tau", "N", "efficiency", "first token", "same", "tie", "different"):
         table.add_column(name, justify="right")
     for name, method in result.to_dict()["methods"].items():
         table.add_row(
@@ -27,6 +35,7 @@ def print_bench(result: BenchResult, console: Console) -> None:
             _ratio(method, "speedup_vs_hf"),
             _ratio(method, "speedup_vs_ar"),
             f"{method['mean_acceptance_length']:.2f}",
+            f"{method['mean_num_nodes']:.1f}" if "mean_num_nodes" in method else "",
             f"{method['efficiency']:.2f}" if "efficiency" in method else "",
             f"{1000 * method['time_to_first_token_s']:.0f} ms",
             *(str(method[f"num_prompts_{verdict}"]) for verdict in ("identical", "tie", "different")),
@@ -35,7 +44,7 @@ def print_bench(result: BenchResult, console: Console) -> None:
     for name in result.tallies:
         console.print(f"{name}: {METHODS[name]}", style="dim", highlight=False)
     console.print(
-        f"tau: tokens per step. efficiency: speedup over ar by tau / c(N), N = {result.model.tree.num_nodes}. "
+        "tau: tokens per step. N: tokens that a step verifies. efficiency: speedup over ar by tau / c(N). "
         f"tie: tokens part where hf's two best logits are within {TIE_GAP}.",
         style="dim",
     )

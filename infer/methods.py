@@ -25,12 +25,14 @@ LOOKUP_TOKENS = 10  # Transformers' own suggestion for prompt_lookup_num_tokens
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt decoded once. seconds: prefill to last token. num_steps: forwards after the prefill."""
+    """One prompt decoded once. seconds: prefill to last token. num_steps: forwards after the prefill. num_drafted:
+    tokens that these verified besides their roots; 0 where it is not known."""
 
     token_ids: list[int]
     seconds: float
     time_to_first_token_s: float
     num_steps: int
+    num_drafted: int = 0
 
 
 # (prompt_ids, max_new_tokens) -> Sample
@@ -40,7 +42,10 @@ METHODS = {
     "hf": "stock transformers generate",
     "hf-lookup": "stock generate with its own prompt lookup",
     "ar": "this engine, nothing drafted",
-    "medusa": "this engine, drafting with the heads",
+    "medusa": "this engine, drafting as is the heads' default",
+    "medusa-static": "this engine, the saved tree of the heads' guesses",
+    "medusa-dynamic": "this engine, a tree grown anew in each step",
+    "lookup": "this engine, drafting n-gram matches, without heads",
 }
 
 
@@ -49,19 +54,23 @@ def make_methods(model: MedusaModel, stock: StockModel) -> dict[str, Method]:
     return {
         "hf": stock.method(),
         "hf-lookup": stock.method(prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        "ar": engine_method(model.base, RootDrafter()),
-        "medusa": engine_method(model.base, model.drafter()),
+        "ar": engine_method(model.base, RootDrafter),
+        "medusa": engine_method(model.base, model.drafter),
+        "medusa-static": engine_method(model.base, lambda: model.drafter(tree="static", lookup=False)),
+        "medusa-dynamic": engine_method(model.base, lambda: model.drafter(tree="dynamic", lookup=False)),
+        "lookup": engine_method(model.base, lambda: model.drafter(tree="none", lookup=True)),
     }
 
 
-def engine_method(base_model: BaseModel, drafter: Drafter) -> Method:
+def engine_method(base_model: BaseModel, make_drafter: Callable[[], Drafter]) -> Method:
     def run(prompt_ids: list[int], max_new_tokens: int) -> Sample:
         request = Request(prompt_ids, max_new_tokens, base_model.eos_token_ids, base_model.tokenizer)
+        drafter = make_drafter()
         start = time.perf_counter()
         for _ in run_requests(base_model, drafter, [request]):
             pass
-        seconds = time.perf_counter() - start
-        return Sample(request.token_ids, seconds, request.stats.time_to_first_token_s, request.stats.num_steps)
+        seconds, stats = time.perf_counter() - start, request.stats
+        return Sample(request.token_ids, seconds, stats.time_to_first_token_s, stats.num_steps, stats.num_drafted)
 
     return run
 

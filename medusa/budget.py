@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .calibration import interpolate_latency
 from .candidates import CandidateDrafter
 from .draft import Draft
 from .drafter import Drafter
+from .latency_curve import latency_at
 
 DECAY = 0.9  # of what a row accepted and was expected to, a step with drafts
 IDLE_DECAY = 0.97  # a step without: slowly back to trusting it
@@ -27,19 +27,6 @@ PRIOR = 2.0  # tokens by which a ratio of 1 is believed at first
 MAX_RATIO = 1.5
 PATIENCE = 3  # steps that do not pay before proposing pauses
 MAX_PAUSE = 32  # steps
-
-
-def latency_at(curve: Mapping[int, float], num_tokens: int) -> float:
-    """Seconds of a forward: on the straight line between measured neighbours; beyond the largest measured size on the
-    last segment's line, but never less than at that size; with one size only, in proportion. curve: sorted by tokens.
-    """
-    *_, last = sizes = list(curve)
-    if num_tokens <= last:
-        return interpolate_latency(curve, num_tokens)
-    if len(sizes) == 1:
-        return curve[last] * num_tokens / last
-    slope = (curve[last] - curve[sizes[-2]]) / (last - sizes[-2])
-    return curve[last] + max(slope, 0.0) * (num_tokens - last)
 
 
 @dataclass
@@ -115,6 +102,10 @@ class AdaptiveBudget:
         best = int((tau.sum(dim=0) / (seconds + self.propose_seconds)).argmax())
         alone = latency_at(self.latency_curve, batch)
         return Choice(best + 1, tau[:, best] * alone / (seconds[best] + self.propose_seconds))
+
+    def seconds(self, num_nodes: int) -> float:
+        """What a step of one row takes, proposing included."""
+        return float(self._seconds_of(1, num_nodes)[-1]) + self.propose_seconds
 
     def _seconds_of(self, batch: int, num_nodes: int) -> Tensor:
         known = self._seconds.get(batch)

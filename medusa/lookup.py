@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .candidates import CandidateDrafter, Candidates, by_probability
 from .draft import NO_TOKEN
-from .ngram_index import MAX_MATCH, MIN_MATCH, NgramIndex
+from .ngram_index import MAX_MATCH, NgramIndex
 
 # Chance that the token after a match of that many tokens comes again, before anything is known of the request.
 PRIOR_RATES = {2: 0.20, 3: 0.35, 4: 0.50, 5: 0.60, 6: 0.68, 7: 0.74, 8: 0.79, 10: 0.84, 12: 0.87, 16: 0.90}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa.budget import MAX_PAUSE, AdaptiveBudget, AdaptiveDrafter, RowRecord, latency_at
+from medusa.budget import MAX_PAUSE, AdaptiveBudget, AdaptiveDrafter, RowRecord
 from medusa.candidates import CandidateDrafter, Candidates
+from medusa.latency_curve import latency_at
 
 REAL = {1: 0.057, 8: 0.088, 16: 0.102, 32: 0.148}
 ONE = torch.ones(1)

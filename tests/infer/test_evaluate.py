@@ -82,19 +82,30 @@ def test_statistics_are_those_of_brute_force(base, draft_ids):
     assert evaluation.by_category.keys() == {"even"} and evaluation.by_category["even"].matches == even.matches
 
 
-def test_perfect_heads_have_perfect_accuracy(base):
+@pytest.mark.parametrize("independent", [True, False], ids=["independent", "given the prefix"])
+def test_perfect_heads_have_perfect_accuracy(base, independent, monkeypatch):
     """Heads whose top guess is made to be right: a mistake of one position anywhere would show."""
 
     class Oracle(MedusaHeads):
-        def forward(self, hidden):
-            logits = torch.zeros(K, len(hidden), 128)
+        def logits(self, head, hidden, prefix):
+            logits = torch.zeros(len(hidden), 128)
             place = {tuple(row): t for t, row in enumerate(self.states.tolist())}
             for row, state in enumerate(hidden.tolist()):
-                for k in range(K):
-                    logits[k, row, self.ids[place[tuple(state)] + k + 2]] = 1
+                t = place[tuple(state)]
+                if prefix[row].tolist() == self.ids[t + 1 : t + head + 2].tolist():
+                    logits[row, self.ids[t + head + 2]] = 1
             return logits
 
+        def forward(self, hidden):
+            prefixes = [self.ids.new_tensor([self.prefix_of(state, k) for state in hidden.tolist()]) for k in range(K)]
+            return torch.stack([self.logits(k, hidden, prefixes[k]) for k in range(K)])
+
+        def prefix_of(self, state, head):
+            t = self.states.tolist().index(state)
+            return self.ids[t + 1 : t + head + 2].tolist()
+
     oracle = Oracle(HeadsConfig(K, 1, 32, 128))
+    monkeypatch.setattr("medusa.heads_drafter.is_independent", lambda heads: independent)
     text = make_texts(1)[0]
     oracle.ids, oracle.states = text.input_ids, base.hidden_states(text.input_ids[None], torch.ones(1, 20))[0]
     report = evaluate(base, oracle, [text]).to_dict()
@@ -116,6 +127,9 @@ def test_calibration_chooses_on_one_half_and_reports_on_the_other(base, tmp_path
     assert chosen.held_out_tau == pytest.approx(halves[1].expected_length(chosen.tree))
     assert chosen.latency_curve.keys() >= {1, 8, 16} and chosen.propose_seconds > 0
     assert chosen.machine["torch"] == torch.__version__
+    assert len(chosen.temperatures) == K and all(0.2 < t < 8 for t in chosen.temperatures)
+    kept = chosen.dynamic.kept
+    assert kept[0] == 1.0 and list(kept) == sorted(kept) and 1.0 <= chosen.dynamic.num_nodes <= len(kept)
     chosen.save(tmp_path / "tree.json")
     assert Calibration.load(tmp_path / "tree.json").tree == chosen.tree
     with pytest.raises(ValueError, match=r"got 1 conversation\(s\), expected at least 2"):
