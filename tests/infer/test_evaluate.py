@@ -9,13 +9,17 @@ import torch
 from rich.console import Console
 
 from medusa.base_model import adapt_base_model
+from medusa.budget import AdaptiveBudget
 from medusa.calibration import Calibration
 from medusa.config import HeadsConfig
+from medusa.dynamic_statistics import DynamicStatistics
+from medusa.dynamic_tree import DynamicTreeDrafter
 from medusa.heads import MedusaHeads
 from medusa.infer.calibrate import calibrate
-from medusa.infer.evaluate import MAX_RANK, evaluate
+from medusa.infer.evaluate import MAX_RANK, evaluate, full_positions
 from medusa.infer.latency import SIZES, LatencyMeter, measure_latency, measure_propose
 from medusa.infer.machine import describe_machine
+from medusa.infer.simulate import simulate
 from medusa.model import MedusaModel
 from medusa.train.batching import Example
 from medusa.tree import DraftTree
@@ -134,6 +138,28 @@ def test_calibration_chooses_on_one_half_and_reports_on_the_other(base, tmp_path
     assert Calibration.load(tmp_path / "tree.json").tree == chosen.tree
     with pytest.raises(ValueError, match=r"got 1 conversation\(s\), expected at least 2"):
         calibrate(model, texts[:1], QUIET)
+
+
+def test_dynamic_trees_are_simulated_at_the_positions_that_are_evaluated(base):
+    """Each position walked by hand."""
+    heads, texts = make_heads(base), make_texts()
+    drafter = DynamicTreeDrafter(heads, 300)
+    num_kept = 0
+    for text in texts:
+        hidden = base.hidden_states(text.input_ids[None], torch.ones_like(text.input_ids[None]))[0]
+        for t in full_positions(text.loss_mask, K).tolist():
+            candidates = drafter.candidates(text.input_ids[t + 1 : t + 2], hidden[t : t + 1])
+            node, tokens = 0, text.input_ids[t + 2 : t + K + 2].tolist()
+            for token in tokens:
+                below = (candidates.parent[0] == node) & (candidates.tokens[0] == token)
+                if not below.any():
+                    break
+                node = int(below.int().argmax())
+                num_kept += 1
+    statistics = DynamicStatistics(AdaptiveBudget({1: 1.0}))
+    simulate(base, drafter, K, texts, statistics)
+    assert num_kept > 5 and statistics.num_positions == evaluate(base, heads, texts).statistics.num_positions
+    assert statistics.summary().kept[-1] == pytest.approx(1 + num_kept / statistics.num_positions)
 
 
 def test_latency_is_measured_at_every_size_within_the_context(base):
