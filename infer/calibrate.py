@@ -8,7 +8,7 @@ from rich.console import Console
 
 from medusa.budget import AdaptiveBudget
 from medusa.calibration import Calibration, choose_tree
-from medusa.drafting import node_limit
+from medusa.drafting import node_limit, smallest_chance
 from medusa.dynamic_statistics import DynamicStatistics
 from medusa.dynamic_tree import DynamicTreeDrafter
 from medusa.lookup import LookupDrafter
@@ -37,8 +37,9 @@ def calibrate(model: MedusaModel, texts: Sequence[LabelledText], console: Consol
     temperatures = [fit.temperature for fit in fits]
     with token_progress(console, "c(N)", ROUNDS, "rounds") as progress:
         curve = measure_latency(model.base, on_round=lambda: progress.advance(1))
-    largest = choose_tree(chosen_on, curve).tree.num_nodes
-    drafter = DynamicTreeDrafter(model.heads, node_limit(curve, largest), temperatures)
+    limit = node_limit(curve, choose_tree(chosen_on, curve).tree.num_nodes)
+    chance = smallest_chance(curve, limit)
+    drafter = DynamicTreeDrafter(model.heads, limit, temperatures, smallest_chance=chance)
     propose = measure_propose(model.base, LookupDrafter(drafter, max_nodes=drafter.max_nodes))
     dynamic = DynamicStatistics(AdaptiveBudget(curve, propose))
     simulate(model.base, drafter, num_heads, texts[1::2], dynamic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from .acceptance_statistics import best_tree
@@ -12,6 +13,7 @@ from .drafter import Drafter
 from .dynamic_tree import DynamicTreeDrafter
 from .heads import MedusaHeads
 from .heads_drafter import StaticTreeDrafter, check_tree
+from .latency_curve import latency_at
 from .lookup import MAX_LENGTH, LookupDrafter
 from .tree import DraftTree
 
@@ -50,7 +52,9 @@ def make_drafter(
     limit = budget or _limit(calibration)
     inner: CandidateDrafter | None = None
     if tree == "dynamic":
-        inner = DynamicTreeDrafter(heads, limit, calibration.temperatures if calibration else None)
+        temperatures = calibration.temperatures if calibration else None
+        chance = smallest_chance(calibration.latency_curve, limit) if calibration and budget is None else 0.0
+        inner = DynamicTreeDrafter(heads, limit, temperatures, smallest_chance=chance)
     elif tree == "static":
         static = _static_tree(saved_tree, calibration, budget)
         chances = calibration.statistics.path_probabilities(static.node_paths) if calibration else None
@@ -83,8 +87,16 @@ def _limit(calibration: Calibration | None) -> int:
     return node_limit(calibration.latency_curve, calibration.tree.num_nodes)
 
 
-def node_limit(latency_curve: dict[int, float], num_static_nodes: int) -> int:
+def node_limit(latency_curve: Mapping[int, float], num_static_nodes: int) -> int:
     """Most nodes that an adaptive step may draft: heads are asked below all of them, so it is kept near what pays,
     twice the best static tree, and room for lookup's branch where nodes are that cheap."""
     wanted = max(SMALLEST_LIMIT, 2 * num_static_nodes, MAX_LENGTH + 1)
     return max(1, min(wanted, LARGEST_LIMIT, max(latency_curve)))
+
+
+def smallest_chance(latency_curve: Mapping[int, float], limit: int) -> float:
+    """Chance of a node that pays about half of what a node costs, up to `limit` nodes, in steps of one token: far
+    enough below what is drafted to leave the choice free."""
+    single = latency_at(latency_curve, 1)
+    slope = (latency_at(latency_curve, limit) - single) / max(limit - 1, 1)
+    return max(0.0, 0.5 * slope / single)

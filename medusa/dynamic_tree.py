@@ -23,10 +23,19 @@ class DynamicTreeDrafter(HeadsDrafter):
     """The `max_nodes` likeliest nodes (root included) of each row.
 
     temperatures: by which each head's logits are divided so that its probabilities can be multiplied; 1 if not given.
+    smallest_chance: below nodes less likely than that no head is asked, which saves heads that look at the prefix most
+    of their work where so unlikely nodes do not pay anyway; 0, the exact optimum, asks everywhere.
     Raises ValueError for another number of them than heads, or for `max_nodes` below 1.
     """
 
-    def __init__(self, heads: MedusaHeads, max_nodes: int, temperatures: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        max_nodes: int,
+        temperatures: Sequence[float] | None = None,
+        *,
+        smallest_chance: float = 0.0,
+    ) -> None:
         super().__init__(heads)
         num_heads = heads.config.num_heads
         self.temperatures = list(temperatures or [1.0] * num_heads)
@@ -37,7 +46,7 @@ class DynamicTreeDrafter(HeadsDrafter):
                 f"dynamic tree: got temperatures {self.temperatures}, expected {num_heads} positive ones, one a head; "
                 "run `medusa calibrate`"
             )
-        self.max_nodes = max_nodes
+        self.max_nodes, self.smallest_chance = max_nodes, smallest_chance
         self._width = min(max_nodes - 1, heads.config.num_draft_tokens)
 
     @torch.no_grad()
@@ -49,16 +58,16 @@ class DynamicTreeDrafter(HeadsDrafter):
         leaves, is_leaf = torch.zeros_like(pool.tokens), torch.ones_like(pool.tokens, dtype=torch.bool)
         for head, temperature in enumerate(self.temperatures):
             logits = guesses.logits(head, _prefixes(pool, leaves, head)) / temperature
-            pool, is_new = self._grow(pool, leaves, is_leaf, logits)
-            num_leaves = int(is_new.sum(dim=1).max())
+            pool, is_next = self._grow(pool, leaves, is_leaf, logits)
+            num_leaves = int(is_next.sum(dim=1).max())
             if num_leaves == 0:
                 break
-            leaves = is_new.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :num_leaves]
-            is_leaf = is_new.gather(1, leaves)
+            leaves = is_next.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :num_leaves]
+            is_leaf = is_next.gather(1, leaves)
         return pool
 
     def _grow(self, pool: Candidates, leaves: Tensor, is_leaf: Tensor, logits: Tensor) -> tuple[Candidates, Tensor]:
-        """The best of the pool and all children of its leaves, and which of them are such children.
+        """The best of the pool and all children of its leaves, and which of them are children to grow further.
 
         leaves, is_leaf: int64 and bool [B, n], nodes of the pool, where the latter says so. logits [B, n or 1, V].
         """
@@ -78,7 +87,8 @@ class DynamicTreeDrafter(HeadsDrafter):
             torch.cat([pool.probability, chance], dim=1),
             self.max_nodes,
         )
-        return grown, (order >= pool_size) & (grown.tokens != NO_TOKEN)
+        is_new = (order >= pool_size) & (grown.tokens != NO_TOKEN)
+        return grown, is_new & (grown.probability >= self.smallest_chance)
 
 
 def _prefixes(pool: Candidates, nodes: Tensor, depth: int) -> Tensor:

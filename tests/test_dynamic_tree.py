@@ -85,6 +85,22 @@ def test_any_number_of_them_is_a_tree(design):
     assert (candidates.probability.diff(dim=1) <= 0).all()
 
 
+def test_nothing_grows_below_what_is_unlikely():
+    heads = ScriptedHeads(3, [2, 4, 6, 8], design="scripted", scale=1.0)
+    asked = []
+    logits = heads.logits
+    heads.logits = lambda head, hidden, prefix: asked.append(prefix.tolist()) or logits(head, hidden, prefix)
+    root, hidden = torch.tensor([1]), torch.zeros(1, 4)
+    found = paths_of(DynamicTreeDrafter(heads, 40, smallest_chance=0.2).candidates(root, hidden), 0)
+    chances = {path: heads.path_probability(0.0, 1, path, [1.0] * 3) for path in found}
+    assert {tuple(prefix[1:]) for prefixes in asked for prefix in prefixes} == {
+        (),
+        *(path for path, chance in chances.items() if chance >= 0.2 and len(path) < 3),
+    }
+    assert all(len(path) == 1 or chances[path[:-1]] >= 0.2 for path in found)
+    assert min(chances.values()) < 0.2, "what is not grown further may still be drafted"
+
+
 def test_fewer_paths_than_asked_for():
     heads = ScriptedHeads(2, [2, 4])
     candidates = DynamicTreeDrafter(heads, 50).candidates(torch.tensor([1]), torch.zeros(1, 4))
