@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -24,10 +25,12 @@ INK = "#1f2430"
 
 
 def print_bench(result: BenchResult, console: Console) -> None:
-    table = Table(title=f"{result.num_prompts} prompts, up to {result.max_new_tokens} new tokens, greedy")
+    table = Table(
+        title=f"{result.num_prompts} prompts, up to {result.max_new_tokens} new tokens, greedy", box=SIMPLE, padding=0
+    )
     table.add_column("method", no_wrap=True)
-    for name in ("tokens/s", "vs hf", "vs ar", "tau", "N", "efficiency", "first token", "same", "tie", "different"):
-        table.add_column(name, justify="right")
+    for name in ("tokens/s", "vs hf", "vs ar", "tau", "N", "eff.", "first", "same", "tie", "differ"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, method in result.to_dict()["methods"].items():
         table.add_row(
             name,
@@ -44,8 +47,8 @@ def print_bench(result: BenchResult, console: Console) -> None:
     for name in result.tallies:
         console.print(f"{name}: {METHODS[name]}", style="dim", highlight=False)
     console.print(
-        "tau: tokens per step. N: tokens that a step verifies. efficiency: speedup over ar by tau / c(N). "
-        f"tie: tokens part where hf's two best logits are within {TIE_GAP}.",
+        "tau: tokens per step. N: tokens that a step verifies. eff.: efficiency, speedup over ar by tau / c(N). "
+        f"first: time to the first token. tie: tokens part where hf's two best logits are within {TIE_GAP}.",
         style="dim",
     )
 
