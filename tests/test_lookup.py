@@ -102,6 +102,17 @@ def test_pairs_that_lead_nowhere_are_believed_less():
     assert first[0] == PRIOR_RATES[2] and last[0] < 0.4 * first[0]
 
 
+def test_nothing_is_learnt_from_what_comes_after_the_first_mistake():
+    """There the match has ended: its tokens say nothing of matches of that length."""
+    row = LookupRow()
+    row.index.extend([1, 2, 3, 4, 5, 6, 7, 1])
+    assert row.look_up(2)[0][:2] == [3, 4]
+    row.index.extend([2, 3, 9])  # 3 was right; 9 was not; then 5 as had been looked up
+    row.look_up(5)
+    assert row.rates.rate(2) > PRIOR_RATES[2] and row.rates.rate(3) < PRIOR_RATES[3]
+    assert row.rates.rate(4) == PRIOR_RATES[4]
+
+
 def candidates_of(parent, tokens, probability):
     return Candidates(torch.tensor([tokens]), torch.tensor([parent]), torch.tensor([probability]))
 

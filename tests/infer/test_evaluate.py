@@ -16,11 +16,12 @@ from medusa.dynamic_statistics import DynamicStatistics
 from medusa.dynamic_tree import DynamicTreeDrafter
 from medusa.heads import MedusaHeads
 from medusa.infer.calibrate import calibrate
-from medusa.infer.evaluate import MAX_RANK, evaluate, full_positions
+from medusa.infer.evaluate import MAX_RANK, PLAUSIBLE, evaluate, full_positions
 from medusa.infer.latency import SIZES, LatencyMeter, measure_latency, measure_propose
 from medusa.infer.machine import describe_machine
 from medusa.infer.simulate import simulate
 from medusa.model import MedusaModel
+from medusa.temperature import TemperatureFit
 from medusa.train.batching import Example
 from medusa.tree import DraftTree
 from tiny_models import tiny_model, tiny_tokenizer
@@ -138,6 +139,25 @@ def test_calibration_chooses_on_one_half_and_reports_on_the_other(base, tmp_path
     assert Calibration.load(tmp_path / "tree.json").tree == chosen.tree
     with pytest.raises(ValueError, match=r"got 1 conversation\(s\), expected at least 2"):
         calibrate(model, texts[:1], QUIET)
+
+
+def test_a_temperature_is_fitted_where_its_head_is_asked(base):
+    """Only below guesses of earlier heads that are plausible, and never where the token is outside the vocabulary."""
+    heads, texts = make_heads(base, torch.arange(3, 128, 2)), make_texts()
+    fits = [TemperatureFit() for _ in range(K)]
+    evaluate(base, heads, texts, fits=fits)
+    expected = [0] * K
+    for text in texts:
+        ids = text.input_ids
+        hidden = base.hidden_states(ids[None], torch.ones_like(ids[None]))[0]
+        for t in full_positions(text.loss_mask, K).tolist():
+            with torch.no_grad():
+                best = heads.draft_to_base(heads(hidden[t]).topk(PLAUSIBLE).indices).tolist()
+            for k in range(K):
+                expected[k] += int(ids[t + k + 2]) % 2
+                if int(ids[t + k + 2]) not in best[k]:
+                    break
+    assert [fit.num_positions for fit in fits] == expected and expected[0] > expected[1] > 0
 
 
 def test_dynamic_trees_are_simulated_at_the_positions_that_are_evaluated(base):
