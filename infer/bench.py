@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from medusa.base_model import BaseModel
-from medusa.calibration import interpolate_latency
+from medusa.latency_curve import latency_at
 from medusa.model import MedusaModel
 from medusa.sampling import GREEDY_SAMPLING, SamplingParams
 
@@ -60,6 +60,12 @@ class Tally:
         return (self.num_tokens - len(self.samples)) / num_steps if num_steps else 1.0
 
     @property
+    def mean_num_nodes(self) -> float:
+        """N: tokens that a step verified, the root included."""
+        num_steps = sum(sample.num_steps for sample in self.samples)
+        return 1.0 + sum(sample.num_drafted for sample in self.samples) / num_steps if num_steps else 1.0
+
+    @property
     def time_to_first_token_s(self) -> float:
         return sum(sample.time_to_first_token_s for sample in self.samples) / len(self.samples)
 
@@ -101,10 +107,19 @@ class BenchResult:
         return self.tallies[name].tokens_per_second / self.tallies[over].tokens_per_second
 
     def efficiency(self, name: str) -> float:
-        """Measured speedup over `ar` by what tau and c(N) alone would give; 1 means that a step costs its forward."""
-        num_nodes = self.model.tree.num_nodes if name == "medusa" else 1
-        cost = interpolate_latency(self.latency_curve, num_nodes) / self.latency_curve[1]
-        return self.speedup(name, "ar") / (self.tallies[name].mean_acceptance_length / cost)
+        """Measured speedup over `ar` by what tau and c(N) alone would give; 1 means that a step costs its forward.
+        Where steps choose their own N it is the mean one that counts."""
+        tally = self.tallies[name]
+        cost = self._cost(tally.mean_num_nodes)
+        return self.speedup(name, "ar") / (tally.mean_acceptance_length / cost)
+
+    def _cost(self, num_nodes: float) -> float:
+        """c(N), between whole numbers too."""
+        below, share = int(num_nodes), num_nodes % 1
+        seconds = (1 - share) * latency_at(self.latency_curve, below)
+        if share:
+            seconds += share * latency_at(self.latency_curve, below + 1)
+        return seconds / self.latency_curve[1]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -126,6 +141,7 @@ class BenchResult:
         report = _report(tally, self.tallies, self.is_sampled)
         if "ar" in self.tallies and not name.startswith("hf"):
             report["efficiency"] = self.efficiency(name)
+            report["mean_num_nodes"] = tally.mean_num_nodes
         report["by_category"] = {
             category: _report(tallies[name], tallies, self.is_sampled)
             for category, tallies in sorted(self.by_category.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -12,7 +13,15 @@ from .bench import VERDICTS, BenchResult
 from .methods import METHODS
 from .ties import TIE_GAP
 
-COLOURS = {"hf": "#c9ced8", "hf-lookup": "#8d95a5", "ar": "#2a6fbb", "medusa": "#1f8a5b"}
+COLOURS = {
+    "hf": "#c9ced8",
+    "hf-lookup": "#8d95a5",
+    "ar": "#2a6fbb",
+    "medusa": "#1f8a5b",
+    "medusa-static": "#9bc4ae",
+    "medusa-dynamic": "#5aa884",
+    "lookup": "#d1662a",
+}
 INK = "#1f2430"
 
 
@@ -20,10 +29,11 @@ def print_bench(result: BenchResult, console: Console) -> None:
     how = "greedy"
     if result.is_sampled:
         how = f"temperature {result.sampling.temperature}, top-p {result.sampling.top_p}, seed {result.sampling.seed}"
-    table = Table(title=f"{result.num_prompts} prompts, up to {result.max_new_tokens} new tokens, {how}")
+    title = f"{result.num_prompts} prompts, up to {result.max_new_tokens} new tokens, {how}"
+    table = Table(title=title, box=SIMPLE, padding=0)
     table.add_column("method", no_wrap=True)
-    for name in ("tokens/s", "vs hf", "vs ar", "tau", "efficiency", "first token", "same", "tie", "different"):
-        table.add_column(name, justify="right")
+    for name in ("tokens/s", "vs hf", "vs ar", "tau", "N", "eff.", "first", "same", "tie", "differ"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, method in result.to_dict()["methods"].items():
         table.add_row(
             name,
@@ -31,6 +41,7 @@ def print_bench(result: BenchResult, console: Console) -> None:
             _ratio(method, "speedup_vs_hf"),
             _ratio(method, "speedup_vs_ar"),
             f"{method['mean_acceptance_length']:.2f}",
+            f"{method['mean_num_nodes']:.1f}" if "mean_num_nodes" in method else "",
             f"{method['efficiency']:.2f}" if "efficiency" in method else "",
             f"{1000 * method['time_to_first_token_s']:.0f} ms",
             *_verdicts(result, name),
@@ -39,7 +50,8 @@ def print_bench(result: BenchResult, console: Console) -> None:
     for name in result.tallies:
         console.print(f"{name}: {METHODS[name]}", style="dim", highlight=False)
     console.print(
-        f"tau: tokens per step. efficiency: speedup over ar by tau / c(N), N = {result.model.tree.num_nodes}. "
+        "tau: tokens per step. N: tokens that a step verifies. eff.: efficiency, speedup over ar by tau / c(N). "
+        "first: time to the first token. "
         + (
             f"Tokens are compared with ar's, drawn with the same seed; hf draws others from the same distribution. "
             f"tie: tokens part within {TIE_GAP} of the edge of their probabilities."

@@ -14,6 +14,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from medusa.calibration import Calibration
+from medusa.dynamic_statistics import DynamicTree
+from medusa.latency_curve import latency_at
 from medusa.tree import DraftTree
 
 RankPath = tuple[int, ...]
@@ -29,18 +31,47 @@ def node_probabilities(calibration: Calibration) -> dict[RankPath, float]:
 
 
 def draw_tree_text(drawn: Calibration | DraftTree, console: Console) -> None:
-    """Print the tree, a node a line: rank path and, when calibrated, its probability; then the numbers behind it."""
+    """Print the tree, a node a line: rank path and, when calibrated, its probability; then the numbers behind it, and
+    the same of the trees that are grown anew in each step."""
     tree = drawn.tree if isinstance(drawn, Calibration) else drawn
-    probabilities = node_probabilities(drawn) if isinstance(drawn, Calibration) else {}
+    _print_tree(tree, node_probabilities(drawn) if isinstance(drawn, Calibration) else {}, console)
+    if isinstance(drawn, Calibration):
+        console.print(_numbers(drawn))
+        if drawn.held_out_tau is not None:
+            console.print(f"tau of this tree on positions that the choice has not seen: {drawn.held_out_tau:.2f}")
+        if drawn.dynamic is not None:
+            _print_dynamic(drawn, drawn.dynamic, console)
+
+
+def _print_tree(tree: DraftTree, probabilities: dict[RankPath, float], console: Console) -> None:
     nodes: dict[RankPath, Tree] = {(): Tree(_node_text((), probabilities), guide_style="dim")}
     for path in _siblings_by_rank(tree):
         nodes[path] = nodes[path[:-1]].add(_node_text(path, probabilities))
     console.print(nodes[()])
     console.print(f"{_count_nodes(tree)}, depth {tree.max_depth}", style="bold")
-    if isinstance(drawn, Calibration):
-        console.print(_numbers(drawn))
-        if drawn.held_out_tau is not None:
-            console.print(f"tau of this tree on positions that the choice has not seen: {drawn.held_out_tau:.2f}")
+
+
+def _print_dynamic(calibration: Calibration, dynamic: DynamicTree, console: Console) -> None:
+    console.rule("grown anew in each step: the nodes drafted most often", characters="-")
+    _print_tree(dynamic.typical, {}, console)
+    temperatures = ", ".join(f"{temperature:.2f}" for temperature in calibration.temperatures)
+    console.print(f"temperatures of the heads: {temperatures}", highlight=False)
+    table = Table(title="unseen positions, all steps with N nodes", title_justify="left", header_style="bold")
+    for heading in ("nodes N", "tau promised", "tau kept", "c(N)", "speedup"):
+        table.add_column(heading, justify="right")
+    for num_nodes, (promised, kept) in enumerate(zip(dynamic.promised, dynamic.kept, strict=True), start=1):
+        if num_nodes & (num_nodes - 1) == 0 or num_nodes == len(dynamic.kept):
+            seconds = latency_at(calibration.latency_curve, num_nodes)
+            cost = seconds / calibration.latency_curve[1]
+            speedup = kept * calibration.latency_curve[1] / (seconds + calibration.propose_seconds)
+            numbers = (promised, kept, cost, speedup if num_nodes > 1 else 1.0)
+            table.add_row(str(num_nodes), *(f"{number:.2f}" for number in numbers))
+    console.print(table)
+    console.print(
+        f"each step choosing its N: {dynamic.num_nodes:.1f} nodes on average, tau {dynamic.tau:.2f}, speedup "
+        f"{dynamic.speedup:.2f}",
+        highlight=False,
+    )
 
 
 def _count_nodes(tree: DraftTree) -> str:
@@ -199,6 +230,10 @@ def _draw_curves(axes: Any, calibration: Calibration) -> None:
         ("c(N), cost of a step", COST, [candidate.cost for candidate in candidates]),
         ("speedup: tau / (c + proposing)", SPEEDUP, [candidate.speedup for candidate in candidates]),
     )
+    if calibration.dynamic is not None:
+        kept = calibration.dynamic.kept
+        label = "tau(N) of trees grown anew in each step"
+        axes.plot(range(1, len(kept) + 1), kept, color=TAU, linewidth=1.5, linestyle=(0, (2, 2)), label=label)
     for label, colour, values in curves:
         axes.plot(sizes, values, color=colour, linewidth=2.2, label=label, marker="o" if len(sizes) == 1 else None)
     single = calibration.latency_curve[1]
@@ -208,7 +243,9 @@ def _draw_curves(axes: Any, calibration: Calibration) -> None:
     axes.axvline(chosen.num_nodes, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     axes.scatter([chosen.num_nodes], [chosen.speedup], s=70, color=SPEEDUP, edgecolor="white", linewidth=1.5, zorder=4)
     # A cost far above every gain would press the other curves flat.
-    gain = max(candidate.tau for candidate in candidates)
+    gain = max(
+        *(candidate.tau for candidate in candidates), *(calibration.dynamic.kept if calibration.dynamic else ()), 1
+    )
     axes.set_ylim(0, min(max(gain, *(candidate.cost for candidate in candidates)), 1.5 * gain) * 1.08)
     found = f"Chosen: N = {chosen.num_nodes}, tau {chosen.tau:.2f}, c {chosen.cost:.2f}, speedup {chosen.speedup:.2f}"
     if calibration.held_out_tau is not None:

@@ -14,13 +14,16 @@ from torch import Tensor
 from medusa.acceptance_statistics import AcceptanceStatistics, best_tree, true_ranks
 from medusa.base_model import BaseModel
 from medusa.heads import Heads
+from medusa.heads_drafter import HeadGuesses
 from medusa.model import MedusaModel
+from medusa.temperature import TemperatureFit
 from medusa.tree import DraftTree
 
 from .progress import token_progress
 
 MAX_RANK = 32
 ROWS = 512
+PLAUSIBLE = 4
 
 
 class LabelledText(Protocol):
@@ -54,12 +57,16 @@ def evaluate(
     texts: Sequence[LabelledText],
     *,
     on_text: Callable[[int], None] | None = None,
+    fits: Sequence[TemperatureFit] | None = None,
 ) -> Evaluation:
-    """Ranks at every position whose next K + 1 tokens are all the assistant's. Raises ValueError if there is none."""
+    """Ranks at every position whose next K + 1 tokens are all the assistant's, each head below the true tokens.
+
+    fits: one a head, to collect what its temperature follows from. Raises ValueError if there is no such position.
+    """
     statistics = AcceptanceStatistics(heads.config.num_heads, MAX_RANK)
     by_category: dict[str, AcceptanceStatistics] = {}
     for text in texts:
-        ranks = _ranks(base_model, heads, text)
+        ranks = _ranks(base_model, heads, text, fits)
         statistics.update(ranks)
         if text.category:
             new = AcceptanceStatistics(heads.config.num_heads, MAX_RANK)
@@ -74,9 +81,14 @@ def evaluate(
     return Evaluation(statistics, by_category)
 
 
-def evaluate_with_progress(model: MedusaModel, texts: Sequence[LabelledText], console: Console) -> Evaluation:
+def evaluate_with_progress(
+    model: MedusaModel,
+    texts: Sequence[LabelledText],
+    console: Console,
+    fits: Sequence[TemperatureFit] | None = None,
+) -> Evaluation:
     with token_progress(console, "held out", len(texts), "conversations") as progress:
-        return evaluate(model.base, model.heads, texts, on_text=lambda n: progress.advance(1, tokens=n))
+        return evaluate(model.base, model.heads, texts, on_text=lambda n: progress.advance(1, tokens=n), fits=fits)
 
 
 def print_evaluation(evaluation: Evaluation, tree: DraftTree | None, console: Console) -> None:
@@ -95,24 +107,29 @@ def print_evaluation(evaluation: Evaluation, tree: DraftTree | None, console: Co
 
 
 @torch.inference_mode()
-def _ranks(base_model: BaseModel, heads: Heads, text: LabelledText) -> Tensor:
+def _ranks(base_model: BaseModel, heads: Heads, text: LabelledText, fits: Sequence[TemperatureFit] | None) -> Tensor:
     """int64 [n, K]."""
     ids = text.input_ids.to(base_model.device)
     hidden = heads.fuse(base_model.hidden_states(ids[None], torch.ones_like(ids[None]))[0])
     num_heads = heads.config.num_heads
-    positions = _full_positions(text.loss_mask, num_heads).to(ids.device)
+    positions = full_positions(text.loss_mask, num_heads).to(ids.device)
     to_draft = _draft_index(heads, ids)
     ranks = positions.new_empty(len(positions), num_heads)
     for start in range(0, len(positions), ROWS):
-        rows = positions[start : start + ROWS]
-        prefix = ids[rows[:, None] + torch.arange(1, num_heads + 1, device=ids.device)]
+        rows, found = positions[start : start + ROWS], ranks[start : start + ROWS]
+        guesses = HeadGuesses(heads, hidden[rows])
         for k in range(num_heads):
-            logits = heads.logits(k, hidden[rows], prefix)
-            ranks[start : start + ROWS, k] = true_ranks(logits, to_draft[rows + k + 2], MAX_RANK)
+            logits = guesses.logits(k, ids[rows[:, None, None] + 1 + torch.arange(k + 1, device=ids.device)])[:, 0]
+            targets = to_draft[rows + k + 2]
+            found[:, k] = true_ranks(logits, targets, MAX_RANK)
+            if fits:
+                # A head is only asked below guesses that might be right: elsewhere it may be as sure as it likes.
+                asked = (found[:, :k] < PLAUSIBLE).all(dim=1)
+                fits[k].update(logits[asked], targets[asked])
     return ranks
 
 
-def _full_positions(loss_mask: Tensor, num_heads: int) -> Tensor:
+def full_positions(loss_mask: Tensor, num_heads: int) -> Tensor:
     """Positions t whose tokens t + 1 .. t + K + 1 are all under loss."""
     length = len(loss_mask) - num_heads - 1
     if length <= 0:

@@ -28,12 +28,14 @@ LOOKUP_TOKENS = 10  # Transformers' own suggestion for prompt_lookup_num_tokens
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt decoded once. seconds: prefill to last token. num_steps: forwards after the prefill."""
+    """One prompt decoded once. seconds: prefill to last token. num_steps: forwards after the prefill. num_drafted:
+    tokens that these verified besides their roots; 0 where it is not known."""
 
     token_ids: list[int]
     seconds: float
     time_to_first_token_s: float
     num_steps: int
+    num_drafted: int = 0
 
 
 # (prompt_ids, max_new_tokens) -> Sample
@@ -43,7 +45,10 @@ METHODS = {
     "hf": "stock transformers generate",
     "hf-lookup": "stock generate with its own prompt lookup",
     "ar": "this engine, nothing drafted",
-    "medusa": "this engine, drafting with the heads",
+    "medusa": "this engine, drafting as is the heads' default",
+    "medusa-static": "this engine, the saved tree of the heads' guesses",
+    "medusa-dynamic": "this engine, a tree grown anew in each step",
+    "lookup": "this engine, drafting n-gram matches, without heads",
 }
 
 
@@ -55,8 +60,11 @@ def make_methods(
     return {
         "hf": stock.method(sampling),
         "hf-lookup": stock.method(sampling, prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        "ar": engine_method(model.base, RootDrafter(), sampling),
-        "medusa": engine_method(model.base, model.drafter(), sampling),
+        "ar": engine_method(model.base, RootDrafter, sampling),
+        "medusa": engine_method(model.base, model.drafter, sampling),
+        "medusa-static": engine_method(model.base, lambda: model.drafter(tree="static", lookup=False), sampling),
+        "medusa-dynamic": engine_method(model.base, lambda: model.drafter(tree="dynamic", lookup=False), sampling),
+        "lookup": engine_method(model.base, lambda: model.drafter(tree="none", lookup=True), sampling),
     }
 
 
@@ -65,15 +73,18 @@ def for_prompt(sampling: SamplingParams, prompt_ids: list[int]) -> SamplingParam
     return replace(sampling, seed=(sampling.seed or 0) + zlib.crc32(repr(prompt_ids).encode()))
 
 
-def engine_method(base_model: BaseModel, drafter: Drafter, sampling: SamplingParams = GREEDY_SAMPLING) -> Method:
+def engine_method(
+    base_model: BaseModel, make_drafter: Callable[[], Drafter], sampling: SamplingParams = GREEDY_SAMPLING
+) -> Method:
     def run(prompt_ids: list[int], max_new_tokens: int) -> Sample:
         params = for_prompt(sampling, prompt_ids)
         request = Request(prompt_ids, max_new_tokens, base_model.eos_token_ids, base_model.tokenizer, sampling=params)
+        drafter = make_drafter()
         start = time.perf_counter()
         for _ in run_requests(base_model, drafter, [request]):
             pass
-        seconds = time.perf_counter() - start
-        return Sample(request.token_ids, seconds, request.stats.time_to_first_token_s, request.stats.num_steps)
+        seconds, stats = time.perf_counter() - start, request.stats
+        return Sample(request.token_ids, seconds, stats.time_to_first_token_s, stats.num_steps, stats.num_drafted)
 
     return run
 

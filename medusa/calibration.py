@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,11 +20,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .acceptance_statistics import AcceptanceStatistics, best_tree, ranked_paths, tree_family, true_ranks
+from .dynamic_statistics import DynamicTree
+from .latency_curve import check_latency, interpolate_latency
 from .tree import DraftTree
 
 __all__ = ["AcceptanceStatistics", "Calibration", "Candidate", "best_tree", "choose_tree", "tree_family", "true_ranks"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_SAVED_PATHS = 4096
 
 
@@ -44,6 +45,8 @@ class Calibration:
     """A chosen tree with the numbers behind it. `latency_curve`: seconds of a forward by number of tokens.
 
     `held_out_tau`: tau of the chosen tree on positions that the choice has not seen; None when there were none.
+    `temperatures`: one a head, for the probabilities of dynamic trees. `dynamic`: how these do on the positions that
+    the choice has not seen. Files of schema version 1 have neither; they load with temperatures of 1 and None.
     """
 
     tree: DraftTree
@@ -53,6 +56,12 @@ class Calibration:
     propose_seconds: float = 0.0
     held_out_tau: float | None = None
     machine: dict[str, Any] = field(default_factory=dict)
+    temperatures: tuple[float, ...] = ()
+    dynamic: DynamicTree | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperatures:
+            object.__setattr__(self, "temperatures", (1.0,) * self.statistics.num_heads)
 
     @property
     def chosen(self) -> Candidate:
@@ -108,6 +117,8 @@ def choose_tree(
     propose_seconds: float = 0.0,
     held_out: AcceptanceStatistics | None = None,
     machine: Mapping[str, Any] | None = None,
+    temperatures: Sequence[float] = (),
+    dynamic: DynamicTree | None = None,
 ) -> Calibration:
     """The tree, of every size up to the largest measured, that maximises tau(N) / c(N); the smaller one on a tie.
 
@@ -116,7 +127,7 @@ def choose_tree(
     with drafts costs beyond the forward (heads, top-k); a root-only step does not pay it. held_out: positions that the
     choice must not see, to report an unflattered tau. Raises ValueError for a curve without 1 or with bad numbers.
     """
-    _check_latency(latency_curve, propose_seconds)
+    check_latency(latency_curve, propose_seconds)
     curve = dict(sorted(latency_curve.items()))
     single, total = curve[1], max(statistics.num_positions, 1)
     candidates, tau = [Candidate(1, 1.0, 1.0, 1.0)], 1.0
@@ -128,30 +139,10 @@ def choose_tree(
     chosen = max(candidates, key=lambda candidate: (candidate.speedup, -candidate.num_nodes))
     tree = best_tree(statistics, chosen.num_nodes)
     held_out_tau = held_out.expected_length(tree) if held_out is not None else None
-    return Calibration(tree, statistics, curve, tuple(candidates), propose_seconds, held_out_tau, dict(machine or {}))
-
-
-def interpolate_latency(curve: Mapping[int, float], num_tokens: int) -> float:
-    """Seconds at `num_tokens`, on the straight line between the measured neighbours. curve: sorted by tokens."""
-    sizes = list(curve)
-    assert sizes[0] <= num_tokens <= sizes[-1], (sizes, num_tokens)
-    right = bisect_left(sizes, num_tokens)
-    if sizes[right] == num_tokens:
-        return curve[num_tokens]
-    low, high = sizes[right - 1], sizes[right]
-    return curve[low] + (curve[high] - curve[low]) * (num_tokens - low) / (high - low)
-
-
-def _check_latency(curve: Mapping[int, float], propose_seconds: float) -> None:
-    if 1 not in curve:
-        raise ValueError(f"latency curve: measured at {sorted(curve)} tokens, but c(N) needs 1 token; measure it too")
-    for tokens, seconds in curve.items():
-        if tokens < 1 or not 0 < seconds < float("inf"):
-            raise ValueError(
-                f"latency curve: {tokens} tokens take {seconds} s, expected a positive time; measure again"
-            )
-    if not 0 <= propose_seconds < float("inf"):
-        raise ValueError(f"propose_seconds is {propose_seconds}, expected 0 or a positive time; measure again")
+    return Calibration(
+        tree, statistics, curve, tuple(candidates), propose_seconds, held_out_tau, dict(machine or {}),
+        tuple(temperatures), dynamic,
+    )  # fmt: skip
 
 
 _Count = Annotated[int, Field(ge=0)]
@@ -176,8 +167,17 @@ class _Candidate(_Strict):
     speedup: _Positive
 
 
+class _Dynamic(_Strict):
+    promised: list[_Positive]
+    kept: list[_Positive]
+    typical: list[list[int]]
+    num_nodes: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    tau: _Positive
+    speedup: _Positive
+
+
 class _File(_Strict):
-    schema_version: Literal[1]
+    schema_version: Literal[1, 2]
     tree: list[list[int]]
     tau: _Positive
     held_out_tau: _Positive | None
@@ -186,6 +186,8 @@ class _File(_Strict):
     candidates: list[_Candidate]
     machine: dict[str, Any]
     statistics: _Statistics
+    temperatures: list[_Positive] = []
+    dynamic: _Dynamic | None = None
 
 
 def _to_dict(calibration: Calibration) -> dict[str, Any]:
@@ -199,6 +201,8 @@ def _to_dict(calibration: Calibration) -> dict[str, Any]:
         "latency_curve": {str(tokens): seconds for tokens, seconds in calibration.latency_curve.items()},
         "candidates": [asdict(candidate) for candidate in calibration.candidates],
         "machine": calibration.machine,
+        "temperatures": list(calibration.temperatures),
+        "dynamic": _dynamic_to_dict(calibration.dynamic),
         "statistics": {
             "num_heads": statistics.num_heads,
             "max_rank": statistics.max_rank,
@@ -206,6 +210,12 @@ def _to_dict(calibration: Calibration) -> dict[str, Any]:
             "matches": [[list(path), count] for path, count in sorted(statistics.matches.items())],
         },
     }
+
+
+def _dynamic_to_dict(dynamic: DynamicTree | None) -> dict[str, Any] | None:
+    if dynamic is None:
+        return None
+    return {**asdict(dynamic), "typical": dynamic.typical.to_list()}
 
 
 def _from_file(file: _File) -> Calibration:
@@ -218,11 +228,24 @@ def _from_file(file: _File) -> Calibration:
     if any(not tokens.isdecimal() for tokens in file.latency_curve):
         raise ValueError(f"latency_curve has the keys {list(file.latency_curve)}, expected numbers of tokens")
     curve = {int(tokens): seconds for tokens, seconds in file.latency_curve.items()}
-    _check_latency(curve, file.propose_seconds)
+    check_latency(curve, file.propose_seconds)
     candidates = tuple(Candidate(**candidate.model_dump()) for candidate in file.candidates)
     if tree.num_nodes not in {candidate.num_nodes for candidate in candidates}:
         raise ValueError(f"tree has {tree.num_nodes} nodes, but no candidate of that size is listed")
-    return Calibration(tree, statistics, curve, candidates, file.propose_seconds, file.held_out_tau, file.machine)
+    if len(file.temperatures) not in (0, statistics.num_heads) or (file.schema_version > 1 and not file.temperatures):
+        raise ValueError(f"temperatures has {len(file.temperatures)} numbers, expected one for each head")
+    return Calibration(
+        tree, statistics, curve, candidates, file.propose_seconds, file.held_out_tau, file.machine,
+        tuple(file.temperatures), _read_dynamic(file.dynamic, statistics.num_heads),
+    )  # fmt: skip
+
+
+def _read_dynamic(saved: _Dynamic | None, num_heads: int) -> DynamicTree | None:
+    if saved is None:
+        return None
+    typical = DraftTree.from_paths(saved.typical, max_depth=num_heads)
+    promised, kept = tuple(saved.promised), tuple(saved.kept)
+    return DynamicTree(promised, kept, typical, saved.num_nodes, saved.tau, saved.speedup)
 
 
 def _read_statistics(saved: _Statistics) -> AcceptanceStatistics:

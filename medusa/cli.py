@@ -307,7 +307,10 @@ def bench(
     heads: Heads,
     prompts: Annotated[Path, typer.Option(help="Prompt file (JSONL); first turns are answered.", show_default=False)],
     methods: Annotated[
-        str, typer.Option(help="Comma-separated: hf, hf-lookup, ar, medusa; hf always runs.")
+        str,
+        typer.Option(
+            help="Comma-separated: hf, hf-lookup, ar, medusa, medusa-static, medusa-dynamic, lookup; hf always runs."
+        ),
     ] = "ar,medusa",
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,

@@ -43,11 +43,15 @@ class Draft:
     @classmethod
     def of_parents(cls, tokens: Tensor, parent: Tensor) -> Draft:
         """tokens and parent: int64 [B, N], as above; depth and mask follow from them."""
-        mask = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).repeat(len(tokens), 1, 1)
-        rows = torch.arange(len(tokens), device=tokens.device)
-        for node in range(1, tokens.shape[1]):
-            mask[:, node] |= mask[rows, parent[:, node]]
-        return cls(tokens, parent, mask.sum(dim=-1) - 1, mask)
+        batch, num_nodes = tokens.shape
+        mask = torch.eye(num_nodes, dtype=torch.bool, device=tokens.device).repeat(batch, 1, 1)
+        parent_or_root = parent.clamp(min=0)
+        ancestor = parent_or_root
+        while True:  # all nodes go up together, the root staying where it is
+            mask.scatter_(2, ancestor[..., None], True)
+            if not bool(ancestor.any()):
+                return cls(tokens, parent, mask.sum(dim=-1) - 1, mask)
+            ancestor = parent_or_root.gather(1, ancestor)
 
     @property
     def num_nodes(self) -> int:

@@ -13,9 +13,9 @@ from .base_model import BaseModel, load_base_model
 from .calibration import Calibration
 from .checkpoint import check_base, is_merged, load_heads
 from .drafter import Drafter
+from .drafting import TreeKind, make_drafter
 from .fingerprint import fingerprint
 from .heads import Heads
-from .heads_drafter import StaticTreeDrafter
 from .linear import pack_linears
 from .tree import DraftTree
 
@@ -79,9 +79,11 @@ class MedusaModel:
             pack_linears(heads)
         return model
 
-    def drafter(self) -> Drafter:
-        """A new one; it follows the rows of one engine."""
-        return StaticTreeDrafter(self.heads, self.tree)
+    def drafter(
+        self, *, tree: TreeKind | None = None, lookup: bool | None = None, budget: int | None = None
+    ) -> Drafter:
+        """A new one; it follows the rows of one engine. Options: see `medusa.drafting.make_drafter`."""
+        return make_drafter(self.heads, self.tree, self.calibration, tree=tree, lookup=lookup, budget=budget)
 
 
 def _load_calibration(path: Path) -> Calibration | None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from medusa.calibration import AcceptanceStatistics, Calibration, best_tree, choose_tree, interpolate_latency
+from medusa.calibration import AcceptanceStatistics, Calibration, best_tree, choose_tree
+from medusa.dynamic_statistics import DynamicTree
+from medusa.latency_curve import interpolate_latency
 from medusa.tree import DraftTree
 
 FLAT = {1: 0.05, 2: 0.05, 64: 0.05}
@@ -99,7 +101,16 @@ def test_bad_measurements_are_refused(curve: dict[int, float], propose: float, m
 
 @pytest.fixture
 def calibration() -> Calibration:
-    return choose_tree(measured(), REAL, propose_seconds=0.004, held_out=measured(1), machine={"cpu": "two cores"})
+    dynamic = DynamicTree((1.0, 1.6), (1.0, 1.5), DraftTree.from_paths([(0,), (0, 0)]), 2.5, 1.9, 1.4)
+    return choose_tree(
+        measured(),
+        REAL,
+        propose_seconds=0.004,
+        held_out=measured(1),
+        machine={"cpu": "two cores"},
+        temperatures=(0.9, 1.1, 1.2, 1.4),
+        dynamic=dynamic,
+    )
 
 
 def test_json_round_trip(calibration: Calibration, tmp_path: Path) -> None:
@@ -113,6 +124,13 @@ def test_json_round_trip(calibration: Calibration, tmp_path: Path) -> None:
 def test_root_only_round_trip() -> None:
     root_only = choose_tree(measured(), STEEP)
     assert Calibration.from_json(root_only.to_json()) == root_only
+
+
+def test_files_of_version_1_are_read_with_temperatures_of_1(calibration: Calibration) -> None:
+    old = json.loads(calibration.to_json()) | {"schema_version": 1}
+    del old["temperatures"], old["dynamic"]
+    loaded = Calibration.from_json(json.dumps(old))
+    assert loaded.temperatures == (1.0,) * 4 and loaded.dynamic is None and loaded.tree == calibration.tree
 
 
 def test_a_failed_save_keeps_the_old_file(calibration: Calibration, tmp_path: Path) -> None:
@@ -150,7 +168,7 @@ REMOVED = object()
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"schema_version": 2}, "schema_version: Input should be 1"),
+        ({"schema_version": 3}, "schema_version: Input should be 1 or 2"),
         ({"tree": REMOVED}, "tree: Field required"),
         ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
         ({"tree": [[0, 0]]}, r"path \[0, 0\] needs its prefix"),
@@ -164,6 +182,11 @@ REMOVED = object()
         ({"latency_curve": {"one": 0.1}}, "expected numbers of tokens"),
         ({"latency_curve": {"1": -1.0}}, "greater than 0"),
         ({"propose_seconds": -1.0}, "propose_seconds"),
+        ({"temperatures": [1.0, 2.0]}, "temperatures has 2 numbers, expected one for each head"),
+        ({"temperatures": REMOVED}, "temperatures has 0 numbers"),
+        ({"temperatures": [1.0, 1.0, 1.0, 0.0]}, "greater than 0"),
+        ({"dynamic__typical": [[0, 0]]}, r"path \[0, 0\] needs its prefix"),
+        ({"dynamic__kept": REMOVED}, "dynamic.kept: Field required"),
         ({"statistics__num_heads": 3}, "rank_counts is not 3 rows"),
         ({"statistics__matches": []}, "different numbers of positions"),
         ({"statistics__matches": [[[11], 2000]]}, r"path \[11\], expected at most 4 ranks below 10"),

@@ -14,7 +14,14 @@ from .features import CachedHidden, FeatureLayout, HiddenSource, compute_feature
 from .prepare import Folders, online_source, say
 from .step import Run
 
-IDENTITY = ("base fingerprint", "data fingerprint", "model.dtype", "model.quantization", "heads.num_heads")
+IDENTITY = (
+    "base fingerprint",
+    "data fingerprint",
+    "model.dtype",
+    "model.quantization",
+    "heads.num_heads",
+    "heads.fused_layers",
+)
 
 
 def hidden_source(run: Run, base: BaseModel, folders: Folders, console: Console | None) -> HiddenSource:

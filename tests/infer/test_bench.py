@@ -111,8 +111,8 @@ def test_first_difference():
     assert first_difference([1, 2, 3], [1, 2]) == 2
 
 
-def sample(num_tokens, seconds, num_steps):
-    return Sample(list(range(num_tokens)), seconds, 0.5, num_steps)
+def sample(num_tokens, seconds, num_steps, num_drafted=0):
+    return Sample(list(range(num_tokens)), seconds, 0.5, num_steps, num_drafted)
 
 
 def test_numbers_follow_from_the_samples(model):
@@ -120,17 +120,29 @@ def test_numbers_follow_from_the_samples(model):
     tallies = {name: Tally() for name in ("hf", "ar", "medusa")}
     tallies["hf"].add(sample(11, 20.0, 10), "identical")
     tallies["ar"].add(sample(11, 10.0, 10), "identical")
-    for _ in range(2):
-        tallies["medusa"].add(sample(11, 6.25, 4), "identical")
+    for num_drafted in (4 * 8, 4 * 10):  # N is 9 in one sample's steps and 11 in the other's
+        tallies["medusa"].add(sample(11, 6.25, 4, num_drafted), "identical")
     curve = {1: 1.0, 8: 1.4, 16: 3.0}
     result = BenchResult(model, 11, curve, tallies)
     medusa = result.to_dict()["methods"]["medusa"]
-    assert model.tree.num_nodes == 10  # c(10) = 1.4 + (3.0 - 1.4) / 8 * 2 = 1.8
+    assert medusa["mean_num_nodes"] == 10  # c(10) = 1.4 + (3.0 - 1.4) / 8 * 2 = 1.8
     assert medusa["mean_acceptance_length"] == pytest.approx(2.5)
     assert medusa["speedup_vs_ar"] == pytest.approx(1.6) and medusa["speedup_vs_hf"] == pytest.approx(3.2)
     assert medusa["efficiency"] == pytest.approx(1.6 / (2.5 / 1.8))
     assert result.to_dict()["methods"]["ar"]["efficiency"] == pytest.approx(1.0)
     assert "efficiency" not in result.to_dict()["methods"]["hf"]
+
+
+def test_nodes_are_counted_where_the_forward_has_them(model, stock):
+    methods = make_methods(model, stock)
+    found = methods["medusa-static"]([5, 6, 7], 20)
+    assert found.num_drafted == found.num_steps * (model.tree.num_nodes - 1)
+    assert methods["ar"]([5, 6, 7], 20).num_drafted == 0
+
+
+def test_what_needs_a_calibration_says_so(model, stock):
+    with pytest.raises(ValueError, match="no budget and no calibration to choose one by.*medusa calibrate"):
+        run_bench(model, stock, ("ar", "medusa-dynamic"))
 
 
 def test_methods_take_turns_in_going_first(model, stock, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from rich.console import Console
 
 from medusa.calibration import AcceptanceStatistics, Calibration, choose_tree
+from medusa.dynamic_statistics import DynamicTree
 from medusa.infer.draw_tree import draw_tree_png, draw_tree_text, layout_nodes
 from medusa.tree import DraftTree
 
@@ -49,6 +51,21 @@ def test_text_of_a_bare_tree_has_no_probabilities() -> None:
     assert "nothing is drafted" in printed(DraftTree.root_only())
 
 
+def with_dynamic(latency_curve: dict[int, float]) -> Calibration:
+    typical = DraftTree.from_paths([(0,), (0, 0)])
+    dynamic = DynamicTree((1.0, 1.61, 2.12, 2.23), (1.0, 1.52, 1.93, 2.04), typical, 2.9, 1.87, 1.44)
+    return replace(calibrated(latency_curve), dynamic=dynamic, temperatures=(0.93, 1.27))
+
+
+def test_text_shows_the_budget_of_trees_that_are_grown_anew() -> None:
+    lines = printed(with_dynamic({1: 0.1, 4: 0.11})).splitlines()
+    after = lines[next(i for i, line in enumerate(lines) if "grown anew" in line) :]
+    assert [line.lstrip("│├└─ ") for line in after[1:4]] == ["root", "0", "0.0"]
+    assert any("temperatures of the heads: 0.93, 1.27" in line for line in after)
+    assert any(line.split()[1::2] == ["4", "2.23", "2.04", "1.10", "1.85"] for line in after)  # 2.04 / 1.1
+    assert any("2.9 nodes on average, tau 1.87, speedup 1.44" in line for line in after)
+
+
 def test_layout_puts_parents_amid_their_children() -> None:
     places = layout_nodes(DraftTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0)]))
     assert places == {
@@ -73,6 +90,12 @@ def test_png_is_written(curve: dict[int, float], tmp_path: Path) -> None:
     assert data.startswith(b"\x89PNG\r\n") and data.rstrip()[-8:-4] == b"IEND"
     width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))
     assert width > 1200 and height > 600
+
+
+def test_png_shows_trees_that_are_grown_anew_too(tmp_path: Path) -> None:
+    curve = {1: 0.1, 4: 0.11}
+    first = draw_tree_png(calibrated(curve), tmp_path / "a.png").read_bytes()
+    assert first != draw_tree_png(with_dynamic(curve), tmp_path / "b.png").read_bytes()
 
 
 def test_png_of_another_tree_is_another_picture(tmp_path: Path) -> None:

@@ -9,14 +9,19 @@ import torch
 from rich.console import Console
 
 from medusa.base_model import adapt_base_model
+from medusa.budget import AdaptiveBudget
 from medusa.calibration import Calibration
 from medusa.config import HeadsConfig
+from medusa.dynamic_statistics import DynamicStatistics
+from medusa.dynamic_tree import DynamicTreeDrafter
 from medusa.heads import MedusaHeads
 from medusa.infer.calibrate import calibrate
-from medusa.infer.evaluate import MAX_RANK, evaluate
+from medusa.infer.evaluate import MAX_RANK, PLAUSIBLE, evaluate, full_positions
 from medusa.infer.latency import SIZES, LatencyMeter, measure_latency, measure_propose
 from medusa.infer.machine import describe_machine
+from medusa.infer.simulate import simulate
 from medusa.model import MedusaModel
+from medusa.temperature import TemperatureFit
 from medusa.train.batching import Example
 from medusa.tree import DraftTree
 from tiny_models import tiny_model, tiny_tokenizer
@@ -82,7 +87,8 @@ def test_statistics_are_those_of_brute_force(base, draft_ids):
     assert evaluation.by_category.keys() == {"even"} and evaluation.by_category["even"].matches == even.matches
 
 
-def test_perfect_heads_have_perfect_accuracy(base):
+@pytest.mark.parametrize("independent", [True, False], ids=["independent", "given the prefix"])
+def test_perfect_heads_have_perfect_accuracy(base, independent, monkeypatch):
     """Heads whose top guess is made to be right: a mistake of one position anywhere would show."""
 
     class Oracle(MedusaHeads):
@@ -90,12 +96,21 @@ def test_perfect_heads_have_perfect_accuracy(base):
             logits = torch.zeros(len(hidden), 128)
             place = {tuple(row): t for t, row in enumerate(self.states.tolist())}
             for row, state in enumerate(hidden.tolist()):
-                here = place[tuple(state)]
-                assert prefix[row, : head + 1].tolist() == self.ids[here + 1 : here + head + 2].tolist()
-                logits[row, self.ids[here + head + 2]] = 1
+                t = place[tuple(state)]
+                if prefix[row].tolist() == self.ids[t + 1 : t + head + 2].tolist():
+                    logits[row, self.ids[t + head + 2]] = 1
             return logits
 
+        def forward(self, hidden):
+            prefixes = [self.ids.new_tensor([self.prefix_of(state, k) for state in hidden.tolist()]) for k in range(K)]
+            return torch.stack([self.logits(k, hidden, prefixes[k]) for k in range(K)])
+
+        def prefix_of(self, state, head):
+            t = self.states.tolist().index(state)
+            return self.ids[t + 1 : t + head + 2].tolist()
+
     oracle = Oracle(HeadsConfig(K, 1, 32, 128))
+    monkeypatch.setattr("medusa.heads_drafter.is_independent", lambda heads: independent)
     text = make_texts(1)[0]
     oracle.ids, oracle.states = text.input_ids, base.hidden_states(text.input_ids[None], torch.ones(1, 20))[0]
     report = evaluate(base, oracle, [text]).to_dict()
@@ -117,10 +132,54 @@ def test_calibration_chooses_on_one_half_and_reports_on_the_other(base, tmp_path
     assert chosen.held_out_tau == pytest.approx(halves[1].expected_length(chosen.tree))
     assert chosen.latency_curve.keys() >= {1, 8, 16} and chosen.propose_seconds > 0
     assert chosen.machine["torch"] == torch.__version__
+    assert len(chosen.temperatures) == K and all(0.2 < t < 8 for t in chosen.temperatures)
+    kept = chosen.dynamic.kept
+    assert kept[0] == 1.0 and list(kept) == sorted(kept) and 1.0 <= chosen.dynamic.num_nodes <= len(kept)
     chosen.save(tmp_path / "tree.json")
     assert Calibration.load(tmp_path / "tree.json").tree == chosen.tree
     with pytest.raises(ValueError, match=r"got 1 conversation\(s\), expected at least 2"):
         calibrate(model, texts[:1], QUIET)
+
+
+def test_a_temperature_is_fitted_where_its_head_is_asked(base):
+    """Only below guesses of earlier heads that are plausible, and never where the token is outside the vocabulary."""
+    heads, texts = make_heads(base, torch.arange(3, 128, 2)), make_texts()
+    fits = [TemperatureFit() for _ in range(K)]
+    evaluate(base, heads, texts, fits=fits)
+    expected = [0] * K
+    for text in texts:
+        ids = text.input_ids
+        hidden = base.hidden_states(ids[None], torch.ones_like(ids[None]))[0]
+        for t in full_positions(text.loss_mask, K).tolist():
+            with torch.no_grad():
+                best = heads.draft_to_base(heads(hidden[t]).topk(PLAUSIBLE).indices).tolist()
+            for k in range(K):
+                expected[k] += int(ids[t + k + 2]) % 2
+                if int(ids[t + k + 2]) not in best[k]:
+                    break
+    assert [fit.num_positions for fit in fits] == expected and expected[0] > expected[1] > 0
+
+
+def test_dynamic_trees_are_simulated_at_the_positions_that_are_evaluated(base):
+    """Each position walked by hand."""
+    heads, texts = make_heads(base), make_texts()
+    drafter = DynamicTreeDrafter(heads, 300)
+    num_kept = 0
+    for text in texts:
+        hidden = base.hidden_states(text.input_ids[None], torch.ones_like(text.input_ids[None]))[0]
+        for t in full_positions(text.loss_mask, K).tolist():
+            candidates = drafter.candidates(text.input_ids[t + 1 : t + 2], hidden[t : t + 1])
+            node, tokens = 0, text.input_ids[t + 2 : t + K + 2].tolist()
+            for token in tokens:
+                below = (candidates.parent[0] == node) & (candidates.tokens[0] == token)
+                if not below.any():
+                    break
+                node = int(below.int().argmax())
+                num_kept += 1
+    statistics = DynamicStatistics(AdaptiveBudget({1: 1.0}))
+    simulate(base, drafter, K, texts, statistics)
+    assert num_kept > 5 and statistics.num_positions == evaluate(base, heads, texts).statistics.num_positions
+    assert statistics.summary().kept[-1] == pytest.approx(1 + num_kept / statistics.num_positions)
 
 
 def test_latency_is_measured_at_every_size_within_the_context(base):

@@ -10,14 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from medusa.base_model import adapt_base_model
+from medusa.budget import AdaptiveBudget, AdaptiveDrafter
 from medusa.config import HeadsConfig
 from medusa.draft import Draft
 from medusa.drafter import Drafter, RootDrafter
+from medusa.dynamic_tree import DynamicTreeDrafter
 from medusa.heads import MedusaHeads
 from medusa.heads_drafter import StaticTreeDrafter
 from medusa.infer.decode import DecodeState, prefill
 from medusa.infer.generation import run_requests
 from medusa.infer.request import Request
+from medusa.lookup import LookupDrafter
 from medusa.tree import DraftTree
 from tiny_models import FAMILIES, SLIDING_FAMILIES, VOCAB_SIZE, WINDOW, tiny_model, tiny_tokenizer
 
@@ -139,14 +142,66 @@ def test_greedy_tokens_are_stock_generates(family, tree, prompts, max_rows, seed
 @given(tree=TREES, prompts=PROMPTS, max_rows=st.integers(1, 5), seed=st.integers(0, 1000))
 def test_greedy_tokens_are_stock_generates_whatever_heads_guess(tree, prompts, max_rows, seed):
     base = base_of("llama")
+    expected = [stock_answer("llama", prompt, 10) for prompt in prompts]
+    drafter = StaticTreeDrafter(random_heads(base, seed), tree)
+    assert decode(base, drafter, make_requests(prompts, 10), max_rows) == expected
+
+
+def random_heads(base, seed, scale=1.0):
     heads = MedusaHeads(HeadsConfig(num_heads=4, num_layers=1, hidden_size=32, vocab_size=VOCAB_SIZE))
     heads.attach_base(base.lm_head_weight, base.embedding_weight)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in heads.blocks.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    expected = [stock_answer("llama", prompt, 10) for prompt in prompts]
-    assert decode(base, StaticTreeDrafter(heads, tree), make_requests(prompts, 10), max_rows) == expected
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    return heads
+
+
+CURVE = {1: 1.0, 8: 1.2, 16: 1.5, 32: 2.5}
+DRAFTERS = {
+    "dynamic": lambda heads: DynamicTreeDrafter(heads, 12),
+    "dynamic, adaptive": lambda heads: AdaptiveDrafter(DynamicTreeDrafter(heads, 16), AdaptiveBudget(CURVE, 0.05)),
+    "dynamic, lookup, adaptive": lambda heads: AdaptiveDrafter(
+        LookupDrafter(DynamicTreeDrafter(heads, 16), max_nodes=16), AdaptiveBudget(CURVE, 0.05)
+    ),
+    "dynamic, lookup": lambda heads: LookupDrafter(DynamicTreeDrafter(heads, 12), max_nodes=12),
+    "static, lookup": lambda heads: LookupDrafter(StaticTreeDrafter(heads, DraftTree.cartesian([2, 2]))),
+    "lookup, adaptive": lambda heads: AdaptiveDrafter(LookupDrafter(), AdaptiveBudget(CURVE)),
+}
+# Phrases over and over, so that lookup has branches; the number says which prompts are short and which are long.
+REPETITIVE = st.lists(
+    st.tuples(st.lists(st.integers(3, 12), min_size=1, max_size=6), st.integers(1, 5)).map(lambda p: p[0] * p[1]),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@FAST
+@given(prompts=REPETITIVE, lengths=st.lists(st.integers(1, 30), min_size=5), max_rows=st.integers(1, 5), data=st.data())
+def test_greedy_tokens_are_stock_generates_whatever_drafts(name, prompts, lengths, max_rows, data):
+    """Rows join and leave at different times, as answers are of different lengths."""
+    base = base_of("llama")
+    heads = random_heads(base, data.draw(st.integers(0, 1000)), data.draw(st.sampled_from([0.0, 0.05, 1.0])))
+    expected = [stock_answer("llama", prompt, length) for prompt, length in zip(prompts, lengths, strict=False)]
+    requests = [make_requests([p], length)[0] for p, length in zip(prompts, lengths, strict=False)]
+    assert decode(base, DRAFTERS[name](heads), requests, max_rows) == expected
+
+
+def test_lookup_is_accepted_deeply_where_the_answer_repeats():
+    """Without attention the next token follows from the last alone, so that greedy answers soon run in a circle."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    base = adapt_base_model(model, tiny_tokenizer(), name="circular")
+    [expected] = decode(base, RootDrafter(), make_requests([[5, 6, 7]], 150), 1)
+    assert any(expected[-75:] == expected[-75 - p : -p] for p in range(1, 75)), "this answer must repeat"
+    for name in ("lookup, adaptive", "dynamic, lookup, adaptive"):
+        [request] = make_requests([[5, 6, 7]], 150)
+        assert decode(base, DRAFTERS[name](random_heads(base, 0)), [request], 1) == [expected]
+        assert len(request.stats.accepted_by_position) > 10, "deeper than four heads"
+        assert request.stats.mean_acceptance_length > 3
 
 
 def test_the_oracle_has_drafts_of_every_depth_accepted_and_refused():

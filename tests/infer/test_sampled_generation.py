@@ -37,7 +37,7 @@ SAMPLINGS = [
 def model():
     base = adapt_base_model(tiny_model("llama"), tiny_tokenizer(), name="tiny")
     heads = MedusaHeads(HeadsConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=VOCAB_SIZE))
-    heads.attach_lm_head(base.lm_head_weight)
+    heads.attach_base(base.lm_head_weight, base.embedding_weight)
     return MedusaModel(base, heads, DraftTree.cartesian([3, 2, 1]))
 
 
