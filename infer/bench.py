@@ -110,10 +110,10 @@ class BenchResult:
         """Measured speedup over `ar` by what tau and c(N) alone would give; 1 means that a step costs its forward.
         Where steps choose their own N it is the mean one that counts."""
         tally = self.tallies[name]
-        cost = self._cost(tally.mean_num_nodes)
+        cost = self.cost(tally.mean_num_nodes)
         return self.speedup(name, "ar") / (tally.mean_acceptance_length / cost)
 
-    def _cost(self, num_nodes: float) -> float:
+    def cost(self, num_nodes: float) -> float:
         """c(N), between whole numbers too."""
         below, share = int(num_nodes), num_nodes % 1
         seconds = (1 - share) * latency_at(self.latency_curve, below)

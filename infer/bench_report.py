@@ -19,6 +19,7 @@ COLOURS = {
     "ar": "#2a6fbb",
     "medusa": "#1f8a5b",
     "medusa-static": "#9bc4ae",
+    "medusa-static-lookup": "#b79a3c",
     "medusa-dynamic": "#5aa884",
     "lookup": "#d1662a",
 }

@@ -47,6 +47,7 @@ METHODS = {
     "ar": "this engine, nothing drafted",
     "medusa": "this engine, drafting as is the heads' default",
     "medusa-static": "this engine, the saved tree of the heads' guesses",
+    "medusa-static-lookup": "this engine, the saved tree and n-gram matches",
     "medusa-dynamic": "this engine, a tree grown anew in each step",
     "lookup": "this engine, drafting n-gram matches, without heads",
 }
@@ -63,6 +64,7 @@ def make_methods(
         "ar": engine_method(model.base, RootDrafter, sampling),
         "medusa": engine_method(model.base, model.drafter, sampling),
         "medusa-static": engine_method(model.base, lambda: model.drafter(tree="static", lookup=False), sampling),
+        "medusa-static-lookup": engine_method(model.base, lambda: model.drafter(tree="static", lookup=True), sampling),
         "medusa-dynamic": engine_method(model.base, lambda: model.drafter(tree="dynamic", lookup=False), sampling),
         "lookup": engine_method(model.base, lambda: model.drafter(tree="none", lookup=True), sampling),
     }

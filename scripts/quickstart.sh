@@ -3,7 +3,8 @@
 # fetches the demo model, makes fresh data with it, trains heads, chooses the draft tree for this machine, benchmarks,
 # and answers.
 #
-#   scripts/quickstart.sh
+#   scripts/quickstart.sh                 train heads
+#   scripts/quickstart.sh --pretrained    take the heads that the project ships for this model (heads/)
 #
 # About 20 minutes on two CPU cores, downloads aside. Interrupt it whenever you like and run it again: finished stages
 # are not redone, and the one that was interrupted goes on where it stopped. Everything lands in runs/.
@@ -13,7 +14,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export VENV="${VENV:-.venv}"
-run=runs/quickstart
+case "${1:-}" in
+    "") run=runs/quickstart pretrained=0 ;;
+    --pretrained) run=runs/pretrained pretrained=1 ;;
+    *)
+        echo "error: got $*, expected nothing or --pretrained" >&2
+        exit 2
+        ;;
+esac
 heads=$run/heads
 medusa="$VENV/bin/medusa"
 
@@ -39,6 +47,11 @@ fit_data() {
     cat $run/limit
 }
 
+take_heads() {
+    mkdir -p $heads
+    cp heads/smollm2-135m-instruct/config.json heads/smollm2-135m-instruct/heads.safetensors $heads/
+}
+
 started=$SECONDS
 scripts/setup_env.sh train,demo,plot
 mkdir -p "$run"
@@ -46,8 +59,12 @@ mkdir -p "$run"
 stage "demo model" "$VENV/bin/python" scripts/demo_model.py --out runs/demo-model
 stage "fresh data" "$medusa" distill --base runs/demo-model --self-prompt 96 --seed 1 --max-new-tokens 128 \
     --out $run/fresh.jsonl
-stage "fit data" fit_data
-stage "train" "$medusa" train --config configs/train/quickstart.yaml $(cat $run/limit)
+if [ $pretrained = 1 ]; then
+    stage "take heads" take_heads
+else
+    stage "fit data" fit_data
+    stage "train" "$medusa" train --config configs/train/quickstart.yaml $(cat $run/limit)
+fi
 stage "calibrate" "$medusa" calibrate --heads $heads --data $run/fresh.jsonl
 stage "tree picture" "$medusa" inspect tree --heads $heads --png $run/tree.png
 stage "benchmark" "$medusa" bench --heads $heads --prompts data/prompts.jsonl --limit 8 --max-new-tokens 96 \

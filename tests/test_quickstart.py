@@ -30,12 +30,12 @@ def checkout(repo_root, tmp_path):
     return tmp_path
 
 
-def run(checkout, break_at="nothing breaks"):
+def run(checkout, break_at="nothing breaks", arguments=()):
     """(exit status, what was called)."""
     calls = checkout / "calls"
     calls.write_text("")
     env = os.environ | {"VENV": "venv", "CALLS": str(calls), "BREAK_AT": break_at}
-    done = subprocess.run([checkout / "scripts" / "quickstart.sh"], env=env, capture_output=True, text=True)
+    done = subprocess.run([checkout / "scripts" / "quickstart.sh", *arguments], env=env, capture_output=True, text=True)
     return done.returncode, [" ".join(line.split()[:3]) for line in calls.read_text().splitlines()]
 
 
@@ -72,3 +72,18 @@ def test_a_stage_that_is_redone_has_all_behind_it_redone(checkout):
     run(checkout)
     (checkout / "runs" / "quickstart" / ".finished-train").unlink()
     assert run(checkout)[1] == [STAGES[0], *STAGES[4:]]
+
+
+def test_shipped_heads_are_taken_instead_of_trained(checkout, repo_root):
+    heads = checkout / "heads" / "smollm2-135m-instruct"
+    heads.mkdir(parents=True)
+    for name in ("config.json", "heads.safetensors"):
+        (heads / name).write_bytes((repo_root / "heads" / heads.name / name).read_bytes()[:100])
+    status, calls = run(checkout, arguments=["--pretrained"])
+    assert status == 0
+    assert calls == [call for call in STAGES if "fit_data" not in call and "medusa train" not in call]
+    assert (checkout / "runs" / "pretrained" / "heads" / "heads.safetensors").stat().st_size == 100
+
+
+def test_an_unknown_argument_is_refused_before_anything_is_done(checkout):
+    assert run(checkout, arguments=["--pretrain"]) == (2, [])
