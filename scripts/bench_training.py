@@ -2,7 +2,7 @@
 
     python scripts/bench_training.py --base runs/demo-model --data data/demo.jsonl.xz --json results/training.json
 
-Speed: 4 heads of 3 layers as in quickstart, shared lm_head, draft vocabulary of 8,192, batches of real conversations.
+Speed: 4 independent heads of 3 layers, shared lm_head, draft vocabulary of 8,192, batches of real conversations.
 A training step, one on hidden states that are there already, and two bare forwards (hidden states alone, and with the
 base's logits, as `model(input_ids)` computes them) take turns on each batch. Memory: resident set above the loaded
 base, at its peak over training steps on batches of 8 x 512 tokens, and what of it heads and optimizer hold.
