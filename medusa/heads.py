@@ -209,6 +209,12 @@ class MedusaHeads(Heads):
     def features(self, head: int, hidden: Tensor, prefix: Tensor) -> Tensor:
         return self.blocks[head](hidden)
 
+    def forward(self, hidden: Tensor, prefix: Tensor | None = None) -> Tensor:
+        """As `Heads.forward`; shared heads multiply by the lm_head once, all K together."""
+        if self.config.lm_head == "own" or self.config.markov_rank is not None:
+            return super().forward(hidden, prefix)
+        return self._shared()(torch.stack([block(hidden) for block in self.blocks]))
+
 
 def _checked_ids(config: HeadsConfig, ids: Tensor | None) -> Tensor | None:
     if config.draft_vocab_size is None:
