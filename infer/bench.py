@@ -66,6 +66,12 @@ class Tally:
         return 1.0 + sum(sample.num_drafted for sample in self.samples) / num_steps if num_steps else 1.0
 
     @property
+    def propose_share(self) -> float:
+        """Share of the time after the first token that drafting took."""
+        decoding = sum(sample.seconds - sample.time_to_first_token_s for sample in self.samples)
+        return sum(sample.propose_seconds for sample in self.samples) / decoding if decoding else 0.0
+
+    @property
     def time_to_first_token_s(self) -> float:
         return sum(sample.time_to_first_token_s for sample in self.samples) / len(self.samples)
 
@@ -142,6 +148,7 @@ class BenchResult:
         if "ar" in self.tallies and not name.startswith("hf"):
             report["efficiency"] = self.efficiency(name)
             report["mean_num_nodes"] = tally.mean_num_nodes
+            report["propose_share"] = tally.propose_share
         report["by_category"] = {
             category: _report(tallies[name], tallies, self.is_sampled)
             for category, tallies in sorted(self.by_category.items())
@@ -181,14 +188,16 @@ def bench(
     max_new_tokens: int,
     console: Console,
     sampling: SamplingParams = GREEDY_SAMPLING,
+    others: Mapping[str, Method] | None = None,
 ) -> BenchResult:
     """Answer the first turn of each prompt with every method, one sequence at a time.
 
-    `hf` is always run, as the others are compared with it, and `ar` where `sampling` draws. Raises ValueError for an
-    unknown method or a prompt that does not fit, before anything is decoded.
+    `hf` is always run, as the others are compared with it, and `ar` where `sampling` draws. others: methods of the
+    caller's own, which take part too. Raises ValueError for an unknown method or a prompt that does not fit, before
+    anything is decoded.
     """
     always = ("hf", "ar") if sampling.temperature > 0 else ("hf",)
-    runs = _chosen(make_methods(model, stock, sampling), [*always, *methods])
+    runs = _chosen(make_methods(model, stock, sampling), [*always, *methods]) | dict(others or {})
     encoded = encode_prompts(model.base, prompts, max_new_tokens)
     meter = LatencyMeter(model.base, sorted({*CURVE_SIZES, model.tree.num_nodes}))
     result = BenchResult(model, max_new_tokens, {}, {name: Tally() for name in runs}, sampling=sampling)

@@ -33,7 +33,7 @@ def print_bench(result: BenchResult, console: Console) -> None:
     title = f"{result.num_prompts} prompts, up to {result.max_new_tokens} new tokens, {how}"
     table = Table(title=title, box=SIMPLE, padding=0)
     table.add_column("method", no_wrap=True)
-    for name in ("tokens/s", "vs hf", "vs ar", "tau", "N", "eff.", "first", "same", "tie", "differ"):
+    for name in ("tokens/s", "vs hf", "vs ar", "tau", "N", "draft", "eff.", "first", "same", "tie", "differ"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, method in result.to_dict()["methods"].items():
         table.add_row(
@@ -43,6 +43,7 @@ def print_bench(result: BenchResult, console: Console) -> None:
             _ratio(method, "speedup_vs_ar"),
             f"{method['mean_acceptance_length']:.2f}",
             f"{method['mean_num_nodes']:.1f}" if "mean_num_nodes" in method else "",
+            f"{method['propose_share']:.0%}" if "propose_share" in method else "",
             f"{method['efficiency']:.2f}" if "efficiency" in method else "",
             f"{1000 * method['time_to_first_token_s']:.0f} ms",
             *_verdicts(result, name),
@@ -51,7 +52,8 @@ def print_bench(result: BenchResult, console: Console) -> None:
     for name in result.tallies:
         console.print(f"{name}: {METHODS[name]}", style="dim", highlight=False)
     console.print(
-        "tau: tokens per step. N: tokens that a step verifies. eff.: efficiency, speedup over ar by tau / c(N). "
+        "tau: tokens per step. N: tokens that a step verifies. draft: share of the time that drafting takes. eff.: "
+        "efficiency, speedup over ar by tau / c(N). "
         "first: time to the first token. "
         + (
             f"Tokens are compared with ar's, drawn with the same seed; hf draws others from the same distribution. "

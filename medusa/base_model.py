@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @dataclass
 class BaseModel:
     """A causal language model being accelerated. The engine owns `model`; nothing is ever written onto it but by
-    `medusa.linear.pack_linears`, on request.
+    `medusa.linear.pack_linears` and `medusa.linear_groups.group_linears`, on request.
 
     fused_layers: layers (the first is 1) whose outputs are part of a token's state, for heads that look at them. A
     state is then [(1 + F) x D], the final-norm hidden state first.
@@ -169,6 +169,14 @@ class BaseModel:
         mask = self._mask(positions, tree_mask, cache.lengths[rows], width)
         arguments = {self.cache_argument: cache, "use_cache": True}
         return self._states(input_ids=input_ids, position_ids=positions, attention_mask=mask, **arguments)
+
+    def probe(self) -> Tensor:
+        """Logits of a few tokens through `forward`: float32 [1, 3, V]."""
+        ids = _probe_ids(self)
+        positions = torch.arange(ids.shape[1], device=self.device)[None]
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        hidden = self.forward(ids, positions, mask, self.new_cache(1, ids.shape[1]), slice(0, 1))
+        return self.logits(hidden).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """States [..., D or more] -> [..., V]."""
@@ -313,7 +321,7 @@ def _choose_attention(base: BaseModel, reference: Tensor) -> float:
     differences = {}
     for name in _attention_candidates(base.config):
         base.model.set_attn_implementation(name)
-        differences[name] = (_probe_tree(base) - reference).abs().max().item()
+        differences[name] = (base.probe() - reference).abs().max().item()
     best = min(differences, key=lambda name: differences[name])
     base.model.set_attn_implementation(best)
     return differences[best]
@@ -334,11 +342,3 @@ def _probe_ids(base: BaseModel) -> Tensor:
 @torch.no_grad()
 def _probe_stock(base: BaseModel) -> Tensor:
     return base.model(input_ids=_probe_ids(base), use_cache=False).logits.float()
-
-
-def _probe_tree(base: BaseModel) -> Tensor:
-    ids = _probe_ids(base)
-    positions = torch.arange(ids.shape[1], device=base.device)[None]
-    mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-    hidden = base.forward(ids, positions, mask, base.new_cache(1, ids.shape[1]), slice(0, 1))
-    return base.logits(hidden).float()

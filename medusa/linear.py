@@ -5,6 +5,7 @@ several times faster, on others MKL is, but only if the product is written the o
 wins depends on the machine, the shape and the number of rows, so `pack_linears` measures all three on the model's own
 weights (a few seconds) and gives every layer the best. A packed weight replaces the original: no memory is added,
 but for a weight that is tied to the embeddings. All three compute the same product; `F.linear` is the reference.
+Heads only guess, so theirs may also be rounded to bfloat16, which halves what is read from memory.
 
 This is the one place that writes onto a base model, and only on one that the engine owns.
 """
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 MEASURED_ROWS = (1, 4, 8, 16, 32)
 SAMPLE_BYTES = 600_000_000  # weights that are measured: more than a processor's caches hold
+GROUP_SAMPLE_BYTES = 60_000_000
 REPEATS = 3
 
 Shape = tuple[int, int]  # (out, in)
@@ -48,6 +50,12 @@ def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+def multiply_rounded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`weight` as `round_weight` made it; about three digits."""
+    bias = None if bias is None else bias.bfloat16()
+    return torch.ops.mkldnn._linear_pointwise(x.bfloat16(), weight, bias, "none", [], "").float()
+
+
 def can_pack(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
@@ -57,11 +65,24 @@ def pack_weight(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
 
 
+def round_weight(weight: Tensor) -> Tensor:
+    return pack_weight(weight.bfloat16())
+
+
+def can_round() -> bool:
+    """Whether this CPU multiplies bfloat16 by itself."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 KERNELS: dict[str, Kernel] = {
     "plain": multiply_plain,
     "transposed": multiply_transposed,
     "packed": multiply_packed,
+    "rounded": multiply_rounded,
 }
+# Kernels that want the weight in a form of their own, for any number of rows.
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {"packed": pack_weight, "rounded": round_weight}
+EXACT = ("plain", "transposed", "packed")
 
 
 @dataclass(frozen=True)
@@ -70,10 +91,6 @@ class LinearPlan:
 
     by_rows: tuple[str, ...]
     beyond: str
-
-    @property
-    def packed(self) -> bool:
-        return self.beyond == "packed"
 
     def kernel(self, num_rows: int) -> str:
         for limit, name in zip(MEASURED_ROWS, self.by_rows, strict=True):
@@ -84,16 +101,17 @@ class LinearPlan:
 
 PLAIN_PLAN = LinearPlan(("plain",) * len(MEASURED_ROWS), "plain")
 PACKED_PLAN = LinearPlan(("packed",) * len(MEASURED_ROWS), "packed")
+ROUNDED_PLAN = LinearPlan(("rounded",) * len(MEASURED_ROWS), "rounded")
 
 
 class FastLinear(nn.Module):
-    """An inference-only `nn.Linear` that multiplies by plan. `weight` is opaque when the plan packs it."""
+    """An inference-only `nn.Linear` that multiplies by plan. `weight` is opaque where the plan has a form for it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.plan = plan
-        self.weight = pack_weight(weight) if plan.packed else weight.detach()
+        self.weight = FORMS[plan.beyond](weight) if plan.beyond in FORMS else weight.detach()
         self.bias = None if bias is None else bias.detach()
         self._kernels = [KERNELS[plan.kernel(rows)] for rows in range(MEASURED_ROWS[-1] + 1)]
         self._beyond = KERNELS[plan.beyond]
@@ -121,11 +139,12 @@ class LinearReport:
 
 
 def choose_plan(seconds: Seconds) -> LinearPlan:
-    """Packed if that is faster summed over the measured row counts, else the better unpacked kernel for each."""
+    """The form that is fastest summed over the measured row counts; unpacked, the better kernel for each."""
     unpacked = tuple(zip(seconds["plain"], seconds["transposed"], strict=True))
-    if sum(seconds["packed"]) < sum(min(pair) for pair in unpacked):
-        return PACKED_PLAN
-    return LinearPlan(tuple("plain" if plain <= other else "transposed" for plain, other in unpacked), "plain")
+    kernels = tuple("plain" if plain <= other else "transposed" for plain, other in unpacked)
+    total = {LinearPlan(kernels, "plain"): sum(min(pair) for pair in unpacked)}
+    total |= {plan: sum(seconds[plan.beyond]) for plan in (PACKED_PLAN, ROUNDED_PLAN) if plan.beyond in seconds}
+    return min(total, key=lambda plan: total[plan])
 
 
 def sample_weights(layers: Iterable[nn.Linear]) -> list[Tensor]:
@@ -141,17 +160,17 @@ def sample_weights(layers: Iterable[nn.Linear]) -> list[Tensor]:
     return sampled
 
 
-def measure_kernels(weights: list[Tensor]) -> dict[Shape, Seconds]:
+def measure_kernels(weights: list[Tensor], kernels: Iterable[str] = EXACT) -> dict[Shape, Seconds]:
     """Median seconds of one product by shape, kernel and `MEASURED_ROWS`.
 
     All weights are gone through in the model's order, as a forward does it: what it finds in the processor's caches
     decides which kernel is faster, and one weight measured over and over would be found there every time.
     """
-    operands = {"plain": weights, "transposed": weights, "packed": [pack_weight(weight) for weight in weights]}
     shapes = [(weight.shape[0], weight.shape[1]) for weight in weights]
     result: dict[Shape, Seconds] = {shape: {} for shape in shapes}
-    for name, kernel in KERNELS.items():
-        by_rows = [_time_pass(kernel, operands[name], shapes, rows) for rows in MEASURED_ROWS]
+    for name in kernels:
+        operands = [FORMS[name](weight) for weight in weights] if name in FORMS else weights
+        by_rows = [_time_pass(KERNELS[name], operands, shapes, rows) for rows in MEASURED_ROWS]
         for shape in result:
             result[shape][name] = tuple(seconds[shape] for seconds in by_rows)
     return result
@@ -173,9 +192,27 @@ def _time_pass(kernel: Kernel, operands: list[Tensor], shapes: list[Shape], rows
 
 
 @torch.no_grad()
-def pack_linears(model: nn.Module) -> LinearReport:
+def grouping_pays(groups: list[list[Tensor]]) -> bool:
+    """Whether one product by all weights of a group together is faster here than one by each. groups: weights
+    [out, in] of groups of the same shapes, in the model's order."""
+    if not all(can_pack(weight) for weight in groups[0]):
+        return False
+    sampled = groups[: max(1, GROUP_SAMPLE_BYTES // sum(weight.nbytes for weight in groups[0]))]
+    alone = measure_kernels([weight for group in sampled for weight in group])
+    [together] = measure_kernels([torch.cat(group) for group in sampled]).values()
+    return _best(together) < sum(_best(alone[(weight.shape[0], weight.shape[1])]) for weight in groups[0])
+
+
+def _best(seconds: Seconds) -> float:
+    plan = choose_plan(seconds)
+    return sum(seconds[plan.kernel(rows)][i] for i, rows in enumerate(MEASURED_ROWS))
+
+
+@torch.no_grad()
+def pack_linears(model: nn.Module, *, may_round: bool = False) -> LinearReport:
     """Replace every float32 CPU `nn.Linear` inside `model` by a `FastLinear` tuned on this machine.
 
+    may_round: also try weights in bfloat16, where this CPU multiplies them; for heads, whose guesses are verified.
     For inference only: gradients and `state_dict` of the packed layers are gone. On another device or dtype nothing
     is touched and the report is empty.
     """
@@ -187,7 +224,8 @@ def pack_linears(model: nn.Module) -> LinearReport:
     ]
     if not layers:
         return LinearReport()
-    report = LinearReport(measure_kernels(sample_weights(child for _, _, child in layers)))
+    kernels = [*EXACT, "rounded"] if may_round and can_round() else EXACT
+    report = LinearReport(measure_kernels(sample_weights(child for _, _, child in layers), kernels))
     report.plans = {shape: choose_plan(seconds) for shape, seconds in report.seconds.items()}
     report.num_layers = len(layers)
     for parent, name, child in layers:

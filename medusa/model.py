@@ -16,7 +16,8 @@ from .drafter import Drafter
 from .drafting import TreeKind, make_drafter
 from .fingerprint import fingerprint
 from .heads import Heads
-from .linear import pack_linears
+from .linear import grouping_pays, pack_linears
+from .linear_groups import group_linears
 from .tree import DraftTree
 
 
@@ -75,8 +76,7 @@ class MedusaModel:
         model = cls(base_model, heads, tree, calibration, adapter)
         model.drafter()  # a tree that does not fit the heads is refused here, not in the middle of an answer
         if pack:
-            pack_linears(base_model.model)
-            pack_linears(heads)
+            _pack(base_model, heads)
         return model
 
     def drafter(
@@ -84,6 +84,15 @@ class MedusaModel:
     ) -> Drafter:
         """A new one; it follows the rows of one engine. Options: see `medusa.drafting.make_drafter`."""
         return make_drafter(self.heads, self.tree, self.calibration, tree=tree, lookup=lookup, budget=budget)
+
+
+def _pack(base_model: BaseModel, heads: Heads) -> None:
+    before = base_model.probe()
+    group_linears(base_model.model, base_model.probe, grouping_pays)
+    pack_linears(base_model.model)
+    pack_linears(heads, may_round=True)
+    difference = (base_model.probe() - before).abs().max().item()
+    assert difference <= 1e-4 * max(1.0, before.abs().max().item()), f"packing moved the logits by {difference:.2g}"
 
 
 def _load_calibration(path: Path) -> Calibration | None:

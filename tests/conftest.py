@@ -20,6 +20,11 @@ from tiny_models import save_tiny_base, tiny_model, tiny_tokenizer  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first: begun last, it would keep one core busy long after the others have finished."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same random state, whatever ran before it."""

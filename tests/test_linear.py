@@ -7,7 +7,17 @@ import torch
 from torch import nn
 
 from medusa import linear
-from medusa.linear import KERNELS, PACKED_PLAN, PLAIN_PLAN, FastLinear, LinearPlan, choose_plan, pack_linears
+from medusa.linear import (
+    EXACT,
+    KERNELS,
+    PACKED_PLAN,
+    PLAIN_PLAN,
+    ROUNDED_PLAN,
+    FastLinear,
+    LinearPlan,
+    choose_plan,
+    pack_linears,
+)
 from tiny_models import tiny_model
 
 MIXED = LinearPlan(("plain", "transposed", "transposed", "plain", "transposed"), "plain")
@@ -35,6 +45,25 @@ def test_the_plan_is_the_fastest_as_measured():
     seconds = {"plain": (1, 4, 4, 4, 9), "transposed": (2, 3, 5, 3, 8), "packed": (3, 3, 3, 3, 7.1)}
     assert choose_plan(seconds).by_rows == ("plain", "transposed", "plain", "transposed", "transposed")
     assert choose_plan(seconds | {"packed": (3, 3, 3, 3, 6)}) == PACKED_PLAN
+    assert choose_plan(seconds | {"packed": (3, 3, 3, 3, 6), "rounded": (3, 3, 3, 3, 5)}) == ROUNDED_PLAN
+
+
+def test_rounded_weights_are_near_and_only_where_they_are_allowed(monkeypatch):
+    tried: list[set[str]] = []
+    monkeypatch.setattr(linear, "can_round", lambda: True)
+    monkeypatch.setattr(linear, "choose_plan", lambda seconds: tried.append(set(seconds)) or ROUNDED_PLAN)
+    layer = nn.Linear(64, 32)
+    x = torch.randn(3, 64)
+    exact = layer(x)
+    model = nn.Sequential(layer)
+    pack_linears(model, may_round=True)
+    rounded = model(x)
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().max() < 0.02 * exact.abs().max()
+    pack_linears(nn.Sequential(nn.Linear(8, 8)))
+    monkeypatch.setattr(linear, "can_round", lambda: False)
+    pack_linears(nn.Sequential(nn.Linear(8, 8)), may_round=True)
+    assert tried == [set(KERNELS), set(EXACT), set(EXACT)]
 
 
 def test_measuring_covers_every_shape_kernel_and_row_count():
@@ -42,7 +71,7 @@ def test_measuring_covers_every_shape_kernel_and_row_count():
     seconds = linear.measure_kernels(weights)
     assert seconds.keys() == {(8, 16), (16, 8)}
     for by_kernel in seconds.values():
-        assert by_kernel.keys() == KERNELS.keys()
+        assert set(by_kernel) == set(EXACT)
         assert all(len(times) == len(linear.MEASURED_ROWS) and min(times) > 0 for times in by_kernel.values())
 
 

@@ -40,9 +40,10 @@ def checkout(repo_root, demo_model_dir, tmp_path_factory):
 
 
 def run(command, folder):
-    """As a user's shell would: with every core, but for the launcher, whose processes share them."""
+    """As a user's shell would: with every core, unless other processes (a launcher's, other tests) share them."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    threads = 1 if command.startswith("torchrun") else os.cpu_count()
+    shared = command.startswith("torchrun") or "PYTEST_XDIST_WORKER" in os.environ
+    threads = 1 if shared else os.cpu_count()
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=folder,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rich.console import Console
@@ -111,8 +113,8 @@ def test_first_difference():
     assert first_difference([1, 2, 3], [1, 2]) == 2
 
 
-def sample(num_tokens, seconds, num_steps, num_drafted=0):
-    return Sample(list(range(num_tokens)), seconds, 0.5, num_steps, num_drafted)
+def sample(num_tokens, seconds, num_steps, num_drafted=0, propose_seconds=0.0):
+    return Sample(list(range(num_tokens)), seconds, 0.5, num_steps, num_drafted, propose_seconds)
 
 
 def test_numbers_follow_from_the_samples(model):
@@ -121,7 +123,7 @@ def test_numbers_follow_from_the_samples(model):
     tallies["hf"].add(sample(11, 20.0, 10), "identical")
     tallies["ar"].add(sample(11, 10.0, 10), "identical")
     for num_drafted in (4 * 8, 4 * 10):  # N is 9 in one sample's steps and 11 in the other's
-        tallies["medusa"].add(sample(11, 6.25, 4, num_drafted), "identical")
+        tallies["medusa"].add(sample(11, 6.25, 4, num_drafted, propose_seconds=num_drafted / 64), "identical")
     curve = {1: 1.0, 8: 1.4, 16: 3.0}
     result = BenchResult(model, 11, curve, tallies)
     medusa = result.to_dict()["methods"]["medusa"]
@@ -129,6 +131,7 @@ def test_numbers_follow_from_the_samples(model):
     assert medusa["mean_acceptance_length"] == pytest.approx(2.5)
     assert medusa["speedup_vs_ar"] == pytest.approx(1.6) and medusa["speedup_vs_hf"] == pytest.approx(3.2)
     assert medusa["efficiency"] == pytest.approx(1.6 / (2.5 / 1.8))
+    assert medusa["propose_share"] == pytest.approx((0.5 + 0.625) / (2 * (6.25 - 0.5)))
     assert result.to_dict()["methods"]["ar"]["efficiency"] == pytest.approx(1.0)
     assert "efficiency" not in result.to_dict()["methods"]["hf"]
 
@@ -138,6 +141,26 @@ def test_nodes_are_counted_where_the_forward_has_them(model, stock):
     found = methods["medusa-static"]([5, 6, 7], 20)
     assert found.num_drafted == found.num_steps * (model.tree.num_nodes - 1)
     assert methods["ar"]([5, 6, 7], 20).num_drafted == 0
+
+
+def test_the_time_of_drafting_is_part_of_the_answers(model, stock):
+    methods = make_methods(model, stock)
+    found = methods["medusa-static"]([5, 6, 7], 20)
+    assert 0 < found.propose_seconds < found.seconds - found.time_to_first_token_s
+    assert methods["hf"]([5, 6, 7], 20).propose_seconds == 0
+
+
+def test_methods_of_the_callers_own_are_judged_like_others(model, stock):
+    right = make_methods(model, stock)["medusa"]
+
+    def wrong(ids, count):
+        answer = right(ids, count)
+        return replace(answer, token_ids=[*answer.token_ids[:-1], 1 - answer.token_ids[-1] % 2])
+
+    result = run_bench(model, stock, ("ar",), others={"mine: medusa": right, "mine: wrong": wrong})
+    assert list(result.tallies) == ["hf", "ar", "mine: medusa", "mine: wrong"]
+    assert result.tallies["mine: medusa"].verdicts == ["identical"] * 3
+    assert result.tallies["mine: wrong"].verdicts == ["different"] * 3
 
 
 def test_what_needs_a_calibration_says_so(model, stock):
