@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="first so many prompts")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--methods", nargs="+", default=METHODS, help="of each heads")
+    parser.add_argument("--without-heads", nargs="*", default=["ar", "lookup"], help="methods that need no heads")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--json", type=Path, required=True)
@@ -48,16 +49,16 @@ def main() -> None:
         others |= {f"{name}: {method}": methods[method] for method in options.methods}
     prompts, console = read_prompts(options.prompts, limit=options.limit), Console()
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "console": console}
-    result = bench(first, stock, prompts, methods=["ar", "lookup"], others=others, **settings)
-    designs = {name: model.heads.config.design for name, model in models.items()}
+    result = bench(first, stock, prompts, methods=options.without_heads, others=others, **settings)
+    designs: dict[str, str] = {name: model.heads.config.design for name, model in models.items()}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"designs": designs} | result.to_dict(), indent=2) + "\n", encoding="utf-8")
-    console.print(as_table(result, designs))
+    Console(width=160).print(as_table(result, designs))
 
 
 def as_table(result: BenchResult, designs: dict[str, str]) -> Table:
     table = Table(box=MARKDOWN)
-    for column in ("heads", "method", "tau", "N", "c(N)", "drafting", "tokens/s", "vs hf", "efficiency"):
+    for column in ("heads", "design", "method", "tau", "N", "c(N)", "drafting", "tokens/s", "vs hf", "efficiency"):
         table.add_column(column)
     for name, tally in result.tallies.items():
         heads, _, method = name.rpartition(": ")
@@ -67,7 +68,7 @@ def as_table(result: BenchResult, designs: dict[str, str]) -> Table:
             cells = [f"{tally.mean_acceptance_length:.2f}", f"{nodes:.1f}", f"{result.cost(nodes):.2f}"]
             cells += [f"{tally.propose_share:.0%}", f"{result.efficiency(name):.2f}"]
         speed = [f"{tally.tokens_per_second:.1f}", f"{result.speedup(name, 'hf'):.2f}x"]
-        table.add_row(designs.get(heads, heads), method, *cells[:4], *speed, cells[4])
+        table.add_row(heads, designs.get(heads, ""), method, *cells[:4], *speed, cells[4])
     return table
 
 

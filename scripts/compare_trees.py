@@ -52,14 +52,15 @@ def main() -> None:
         report["heads"][folder.name] = compare(folder, options, console)
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    console.print(as_table(report["heads"]))
+    Console(width=160).print(as_table(report["heads"]))
 
 
 def compare(folder: Path, options: argparse.Namespace, console: Console) -> dict[str, float | str]:
     heads, info = load_heads(folder)
     base = load_base_model(info.base_model.name)
     base.fuse_layers(heads.config.fused_layers)
-    heads.requires_grad_(False).eval().attach_base(base.lm_head_weight, base.embedding_weight)
+    heads = heads.to(base.dtype).requires_grad_(False).eval()
+    heads.attach_base(base.lm_head_weight, base.embedding_weight)
     fit, test = (build_dataset(path, base.tokenizer, MAX_LENGTH).examples for path in (options.fit, options.test))
     num_heads = heads.config.num_heads
     fits = [TemperatureFit() for _ in range(num_heads)]

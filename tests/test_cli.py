@@ -265,3 +265,36 @@ def test_a_missing_tree_is_a_warning_that_says_what_to_do(workspace, tmp_path, c
     (heads / "tree.json").unlink()
     assert run(["generate", "--heads", str(heads), "--prompt", "Hi", "--max-new-tokens", "4"]) == 0
     assert "warning: " in (errors := capsys.readouterr().err) and "run `medusa calibrate`" in errors
+
+
+def run_script(repo_root, name, *arguments):
+    command = [sys.executable, str(repo_root / "scripts" / f"{name}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_script_that_compares_trees_of_one_size(workspace, repo_root, tmp_path):
+    data = ["--fit", workspace.data, "--test", workspace.data]
+    report = tmp_path / "trees.json"
+    table = run_script(repo_root, "compare_trees", "--heads", workspace.heads, *data, "--nodes", "6", "--json", report)
+    heads = json.loads(report.read_text())["heads"]["heads"]
+    assert heads["num_positions"] > 300 and heads["design"] == "medusa" and "| heads" in table
+    # Chosen and judged on the same text, so the static tree is the best that there can be.
+    assert heads["chain"] > 1.0 and heads["static"] == heads["static, hindsight"]
+    evaluated = tmp_path / "eval.json"
+    assert run(["eval", "--heads", workspace.heads, "--data", workspace.data, "--json", str(evaluated)]) == 0
+    assert heads["chain"] == pytest.approx(json.loads(evaluated.read_text())["tau_chain"])
+    assert heads["static"] * 0.9 < heads["dynamic"] < 6
+
+
+def test_the_script_that_compares_designs_and_trees(workspace, repo_root, tmp_path):
+    report = tmp_path / "decoding.json"
+    options = ["--prompts", workspace.prompts, "--limit", "2", "--max-new-tokens", "12", "--json", report]
+    table = run_script(repo_root, "ablate_decoding", "--heads", workspace.heads, *options)
+    found = json.loads(report.read_text())
+    assert found["designs"] == {"heads": "medusa"}
+    names = ["hf", "ar", "lookup", *(f"heads: medusa{kind}" for kind in ("-static", "-static-lookup", "-dynamic", ""))]
+    assert list(found["methods"]) == names
+    assert all(method["num_prompts_different"] == 0 for method in found["methods"].values())
+    assert sum(line.replace(" ", "").startswith("|heads|medusa|") for line in table.splitlines()) == 4
