@@ -179,11 +179,15 @@ class EngineService:
         self._tell("on_finished", request)
         with self._changed:
             del self._sinks[id(request)]
-            now = time.monotonic()
-            self._mean_gap_s = DECAY * self._mean_gap_s + (1 - DECAY) * (now - self._last_end)
-            self._last_end = now
+            self._count_gap(request)
             self._changed.notify_all()
         self._send(request, sink, _end_of(request))
+
+    def _count_gap(self, request: Request) -> None:
+        """Time since the last answer; not that in which nobody asked anything."""
+        now = time.monotonic()
+        gap = min(now - self._last_end, request.stats.seconds)
+        self._mean_gap_s, self._last_end = DECAY * self._mean_gap_s + (1 - DECAY) * gap, now
 
     def _send(self, request: Request, sink: Sink, event: Event) -> None:
         try:

@@ -129,9 +129,11 @@ def test_the_queue_is_bounded(make_service):
     with pytest.raises(QueueFull, match="2 requests wait already") as caught:
         submit(service, make_request([5, 6]))
     assert caught.value.retry_after_s >= 1.0
+    service._last_end -= 10_000.0  # as if nobody had asked for hours
     gate.open.set()
     assert [sink.wait() for sink in sinks] == [Finished("length", None)] * 4
     assert submit(service, make_request([5, 6])).wait(), "there is room again"
+    assert service._mean_gap_s < 100.0
 
 
 def test_the_load_counts_who_runs_and_who_waits(make_service):
