@@ -35,17 +35,23 @@ class CompletionLogprobsWriter:
         """tokens: aligned with token_ids; None for the first of a prompt, which nothing predicts."""
         result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for token, token_id in zip(tokens, token_ids, strict=True):
-            text = self._codec.token_text(token_id)
             result.text_offset.append(self._offset)
-            result.tokens.append(text)
+            result.tokens.append(self._name(token_id))
             result.token_logprobs.append(None if token is None else max(token.logprob, LOWEST))
-            result.top_logprobs.append(None if token is None else self._top(token, text))
-            self._offset += len(text)
+            result.top_logprobs.append(None if token is None else self._top(token))
+            self._offset += len(self._codec.token_text(token_id))
         return result
 
-    def _top(self, token: TokenLogprob, text: str) -> dict[str, float]:
-        top = {self._codec.token_text(token_id): max(logprob, LOWEST) for token_id, logprob in reversed(token.top)}
-        return top | {text: max(token.logprob, LOWEST)}
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        likely = [*reversed(token.top), (token.token_id, token.logprob)]
+        return {self._name(token_id): max(logprob, LOWEST) for token_id, logprob in likely}
+
+    def _name(self, token_id: int) -> str:
+        """Its text; parts of characters, which would all read alike, as OpenAI writes them: `bytes:\\xf0\\x9f`."""
+        text = self._codec.token_text(token_id)
+        if "\ufffd" not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._codec.token_bytes(token_id))
 
 
 def joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:

@@ -84,18 +84,21 @@ class Metrics:
         for request in job.requests:
             self._max_tokens.observe(request.max_new_tokens)
 
-    def on_piece(self, gap_s: float | None, num_tokens: int) -> None:
+    def on_piece(self, request: Request, gap_s: float | None, num_tokens: int) -> None:
+        """gap_s: seconds since the request's piece before; None for its first one."""
         self._generation_tokens.inc(num_tokens)
         if gap_s is not None:
             self._gap.observe(gap_s)
+            return
+        self._first_token.observe(request.stats.time_to_first_token_s)
+        self._queue_time.observe(request.stats.queue_s)
+        self._prefill_time.observe(request.stats.prefill_s)
 
     def on_step(self, num_tokens: int, seconds: float, load: EngineLoad) -> None:
         self._iteration_tokens.observe(num_tokens)
 
     def on_first_token(self, request: Request) -> None:
-        self._first_token.observe(request.stats.time_to_first_token_s)
-        self._queue_time.observe(request.stats.queue_s)
-        self._prefill_time.observe(request.stats.prefill_s)
+        """`on_piece` has counted it."""
 
     def on_finished(self, request: Request) -> None:
         stats = request.stats

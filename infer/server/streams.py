@@ -47,8 +47,8 @@ class Running:
 
     def _take(self, index: int, clock: _Clock, event: Piece | Finished | Failed) -> None:
         """Called from the engine's thread."""
-        if isinstance(event, Piece):
-            self._context.metrics.on_piece(clock.lap(), len(event.token_ids))
+        if isinstance(event, Piece) and event.token_ids:
+            self._context.metrics.on_piece(self.requests[index], clock.lap(), len(event.token_ids))
         self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
     async def events(self) -> AsyncIterator[tuple[int, Piece | Finished]]:
