@@ -25,6 +25,7 @@ from .answers import (
 )
 from .chat_tools import ToolUse
 from .context import ServerContext
+from .errors import bad_request
 from .json_route import JsonRoute
 from .limits import check_sizes, refuse_unsupported
 from .logprobs import chat_logprobs
@@ -66,6 +67,8 @@ def make_router(context: ServerContext) -> APIRouter:
 def _prepare(context: ServerContext, body: ChatBody) -> tuple[ToolUse, Job]:
     refuse_unsupported(body)
     check_sizes(body, 1, context.limits)
+    if body.max_tokens == 0:
+        raise bad_request("max_tokens: got 0, expected at least 1", "max_tokens")
     tool_use = ToolUse.of(context, body)
     ids = context.codec.encode_chat(body.messages, tools=tool_use.tools, template_kwargs=body.chat_template_kwargs)
     job = make_job(
