@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+
 from serving import served_model, serving
 
 NUM_BODIES = int(os.environ.get("MEDUSA_FUZZ_BODIES", "300"))

@@ -8,10 +8,10 @@ import time
 
 import httpx
 import pytest
-from serving import serving
 
 from medusa.infer import generate
 from medusa.infer.server.metrics import PREFIX
+from serving import serving
 
 LONG = {"prompt": "abc", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
 SHORT = {"prompt": "abc", "max_tokens": 2, "temperature": 0}

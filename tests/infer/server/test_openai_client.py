@@ -7,10 +7,10 @@ import math
 import openai
 import pytest
 import torch
-from serving import CONTEXT, EOS
 
 from medusa.infer import generate
 from medusa.sampling import SamplingParams
+from serving import CONTEXT, EOS
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "héllo"}]
 

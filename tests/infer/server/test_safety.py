@@ -9,7 +9,6 @@ import logging
 import warnings
 
 import pytest
-from serving import KEY, serving
 
 from medusa.infer.server.auth import ApiKeys, load_keys
 from medusa.infer.server.errors import ApiError
@@ -18,6 +17,7 @@ from medusa.infer.server.limits import Limits
 from medusa.infer.server.metrics import Metrics
 from medusa.infer.server.request_log import LOGGER, _Lines, request_id
 from medusa.infer.server.run import _is_loopback
+from serving import KEY, serving
 
 OTHER = "another-key-also-long"
 BODY = {"prompt": "hi", "max_tokens": 1}

@@ -7,11 +7,11 @@ import json
 import jsonschema
 import pytest
 import torch
-from serving import EOS, VOCAB_SIZE, byte_tokenizer, serving, with_template
 
 from medusa.infer.server.grammar import GrammarCompiler
 from medusa.infer.server.text_codec import TextCodec
 from medusa.infer.server.tools import FORMATS, HERMES, LLAMA3, MISTRAL, ToolReader, detect_format
+from serving import EOS, VOCAB_SIZE, byte_tokenizer, serving, with_template
 
 CHAT = [{"role": "user", "content": "hi"}]
 SCHEMA = {
