@@ -46,6 +46,7 @@ from .cli_options import (
     open_console,
     write_json,
 )
+from .cli_serve import serve
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,6 +62,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(inspect_app, name="inspect")
+app.command()(serve)
 
 
 def main() -> None:
