@@ -16,6 +16,7 @@ import typer
 
 from . import __version__
 from .cli_inspect import app as inspect_app
+from .cli_interop import export_command, import_command
 from .cli_options import (
     Acceptance,
     BadRecord,
@@ -61,6 +62,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(inspect_app, name="inspect")
+app.command("export")(export_command)
+app.command("import")(import_command)
 
 
 def main() -> None:
