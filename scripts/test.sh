@@ -20,4 +20,4 @@ say "mypy"
 say "demo model"
 "$python" scripts/demo_model.py --out runs/demo-model
 say "tests"
-"$python" -m pytest -m "not gpu" --durations=15 "$@"
+"$python" -m pytest -m "not gpu and not vllm" --durations=15 "$@"

@@ -106,8 +106,8 @@ def _serve(source: Source, engine: Engine, folder: str) -> str:
     text = f"## Serve\n\n{engine.title}: {engine.versions}.\n\n```bash\n{engine.serve(folder, source)}\n```"
     if engine.name == "hf":
         text += (
-            "\n\nOther engines load other files: `medusa export --to vllm|tgi|trtllm|mlc|medusa-v1|medusa-v2` writes them, "
-            "or says why it cannot."
+            "\n\nOther engines load other files: `medusa export --to vllm|tgi|trtllm|mlc|medusa-v1|medusa-v2` writes "
+            "them, or says why it cannot."
         )
     return text
 
