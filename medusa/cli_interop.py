@@ -51,11 +51,13 @@ def export_command(
     """
     console = open_console()
     from .base_model import as_dtype
-    from .hub import find_heads, push_folder
+    from .hub import check_repo_id, find_heads, push_folder
     from .interop.export import export_heads
 
     if (private or revision) and not push_to_hub:
         raise ValueError("export: got --private or --revision without --push-to-hub, which they belong to")
+    if push_to_hub:
+        check_repo_id(push_to_hub)
     done = export_heads(
         find_heads(heads),
         to.value,

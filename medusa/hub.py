@@ -54,13 +54,18 @@ def find_heads(
         ) from error
 
 
+def check_repo_id(repo_id: str) -> None:
+    """Raises ValueError for a name that no repository can have."""
+    if not REPO_ID.fullmatch(repo_id):
+        raise ValueError(f"--push-to-hub: got {repo_id!r}, expected owner/name")
+
+
 def push_folder(folder: Path, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
     """Upload all of `folder`, making the repository where it is missing. Returns its address.
 
     Raises ValueError for a name that is none, RuntimeError where the Hub refuses.
     """
-    if not REPO_ID.fullmatch(repo_id):
-        raise ValueError(f"--push-to-hub: got {repo_id!r}, expected owner/name")
+    check_repo_id(repo_id)
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
