@@ -1,4 +1,4 @@
-"""`model.generate(custom_generate=DIR, trust_remote_code=True)`: Transformers' own tokens, faster; the model left alone."""
+"""`model.generate(custom_generate=DIR, trust_remote_code=True)`: Transformers' own tokens; the model left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/interop.md: each cell is what an export or the drafter really does. MEDUSA_UPDATE_DOCS=1 writes it."""
+"""The table of docs/interop.md: each cell is what really happens. MEDUSA_UPDATE_DOCS=1 writes it."""
 
 from __future__ import annotations
 
