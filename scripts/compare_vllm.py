@@ -1,4 +1,4 @@
-"""vLLM without heads, with its built-in Medusa and with our drafter class: tokens and acceptance by position, next to ours.
+"""vLLM without heads, with its built-in Medusa and with our drafter class: tokens, and acceptance next to ours.
 
     python scripts/compare_vllm.py --heads HEADS --export EXPORT --python VLLM_PYTHON --out results/vllm.json
 

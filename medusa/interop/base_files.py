@@ -28,7 +28,7 @@ def read_ends(folder: Path) -> tuple[Tensor, Tensor]:
     """lm_head and input embeddings, both [V, D]; one tensor where they are tied. Raises ValueError for a family whose
     names are not known here."""
     files = TensorFiles.open(folder)
-    inputs = [name for name in files if name.endswith(EMBEDDINGS) and "." in name.removesuffix(".weight")]
+    inputs = [name for name in files if name.endswith(EMBEDDINGS)]
     if len(inputs) != 1:
         raise ValueError(f"{folder}: got {inputs or 'no tensor'} for input embeddings, expected one of {EMBEDDINGS}")
     embeddings = files.floats(inputs[0])

@@ -95,6 +95,8 @@ def conversion_notes(source: Source, engine_name: str) -> list[str]:
         )
     elif config.lm_head == "shared" and num_projections:
         notes.append(f"the base's lm_head is written {num_projections} time(s), {megabytes:,.1f} MB")
-    if source.calibration and engine_name != "trtllm":
+    if engine_name == "medusa-v1":
+        notes.append("it drafts a tree of its own for 4 heads or more, unless given medusa_choices (see `tree.json`)")
+    elif source.calibration and engine_name != "trtllm":
         notes.append("this engine drafts chains; the tree is left out, and fewer tokens are accepted a step")
     return notes

@@ -158,17 +158,23 @@ def _weight(files: TensorFiles, name: str) -> Tensor:
     """A float matrix; FP8 with its scale becomes bfloat16."""
     scale = f"{name.removesuffix('.weight')}.weight_scale"
     if scale not in files:
-        return files.floats(name)
+        return _matrix(files, name, files.floats(name))
     raw, factor = files.raw(name), files.floats(scale).float()
     if raw.dtype != FP8 or factor.numel() != 1:
         raise ValueError(
             f"{files.files[name]}: got {name} as {raw.dtype} with {factor.numel()} scales, expected float8_e4m3fn with "
             "one; export from ModelOpt without quantization"
         )
-    weight = (raw.float() * factor.reshape(())).to(torch.bfloat16)
+    weight = (_matrix(files, name, raw).float() * factor.reshape(())).to(torch.bfloat16)
     if not bool(torch.isfinite(weight).all()):
         raise ValueError(f"{files.files[name]}: got NaN or infinity in tensor {name}, expected numbers; {AGAIN}")
     return weight
+
+
+def _matrix(files: TensorFiles, name: str, tensor: Tensor) -> Tensor:
+    if tensor.dim() != 2 or not tensor.numel():
+        raise ValueError(f"{files.files[name]}: got tensor {name} as {list(tensor.shape)}, expected a matrix; {AGAIN}")
+    return tensor
 
 
 def _narrowed(files: TensorFiles, projections: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -117,6 +117,11 @@ def a_mismatched_projection(folder):
     tensors(folder, **{"1__1__weight": torch.randn(100, D)})
 
 
+@fault(r"got tensor 0.0.linear.weight as \[\], expected a matrix")
+def a_number_for_a_matrix(folder):
+    tensors(folder, **{"0__0__linear__weight": torch.tensor(1.0)})
+
+
 @fault("of torch.int64, expected one of float32, bfloat16, float16")
 def whole_numbers_for_weights(folder):
     tensors(folder, **{"1__1__weight": torch.ones(V, D, dtype=torch.int64)})
