@@ -62,6 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.hub.token and token != self.hub.token:
             return self.reply(401, {"error": "Invalid credentials"}, X_Error_Code="RepoNotFound")
         parts = path.strip("/").split("/")
+        if path == "/api/validate-yaml":
+            return self.reply(200, {"errors": [], "warnings": []})
         if path == "/api/repos/create":
             return self.create(json.loads(body))
         if parts[:2] == ["api", "models"]:
