@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,7 +105,7 @@ def medusa_config(source: Source, **more: Any) -> dict[str, Any]:
 
 def block_tensors(plain: PlainHeads, prefix: str = "") -> dict[str, torch.Tensor]:
     """The original's names of the residual blocks."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for k, head in enumerate(plain.blocks):
         for j, (weight, bias) in enumerate(head):
             tensors |= {f"{prefix}{k}.{j}.linear.weight": weight, f"{prefix}{k}.{j}.linear.bias": bias}
@@ -143,7 +143,9 @@ def check_config(folder: Path, *, needs: Iterable[str], forbids: Iterable[str] =
     return config
 
 
-def check_tensors(files: TensorFiles, shapes: dict[str, tuple[int, ...]], title: str, *, others: bool = False) -> None:
+def check_tensors(
+    files: TensorFiles, shapes: Mapping[str, tuple[int, ...]], title: str, *, others: bool = False
+) -> None:
     """Raises ValueError where the tensors are not just those of `shapes`, all finite; `others` may come on top."""
     for name, shape in shapes.items():
         if name not in files:

@@ -79,7 +79,8 @@ def export_heads(
 
 def conversion_notes(source: Source, engine_name: str) -> list[str]:
     """What becomes of shared projections, a pruned vocabulary and the tree, and what that costs."""
-    config, notes = source.config, []
+    config = source.config
+    notes: list[str] = []
     if engine_name in ("hf", "medusa-v2"):
         return notes
     num_projections = config.num_heads

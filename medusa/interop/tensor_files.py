@@ -6,6 +6,7 @@ index stays inside the directory, every tensor is dense, finite and a float or a
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -156,7 +157,9 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
             with zipfile.ZipFile(path) as archive:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise ValueError("its parts are compressed, which PyTorch's own never are")
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about protocols and storages that are nothing to the reader of heads
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # whatever a reader of arbitrary bytes trips over
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

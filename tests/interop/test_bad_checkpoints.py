@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import zipfile
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def folder(tmp_path):
     return folder
 
 
-FAULTS = {}
+FAULTS: dict[str, tuple[Any, str]] = {}
 
 
 def fault(message):

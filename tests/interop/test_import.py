@@ -38,8 +38,8 @@ def write(folder, content, config, pickled=False):
     return folder
 
 
-def imported(tmp_path, base, source, **options):
-    done = import_heads(source, tmp_path / "back", options.pop("base", base.name))
+def imported(tmp_path, base, source, base_dir=None):
+    done = import_heads(source, tmp_path / "back", base_dir or base.name)
     return load_heads(tmp_path / "back")[0], done.notes
 
 
@@ -142,7 +142,7 @@ def whole_model(tmp_path, base):
 
 
 def test_a_whole_model_brings_its_own_base(tmp_path, base, whole_model):
-    heads, _ = imported(tmp_path, base, whole_model, base=str(whole_model))
+    heads, _ = imported(tmp_path, base, whole_model, str(whole_model))
     assert heads.config.num_heads == K
     model = MedusaModel.from_pretrained(tmp_path / "back", pack=False)
     [fast] = generate(model, ["Hello"], max_new_tokens=12)

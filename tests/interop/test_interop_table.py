@@ -40,6 +40,7 @@ def general(text):
     text = re.sub(r", [\d.,]+ MB", "", text)
     text = re.sub(r"draft vocabulary of \d+ widened to \d+", "draft vocabulary widened to all", text)
     text = re.sub(r"calibrated tree of \d+ drafted tokens", "calibrated tree", text)
+    text = re.sub(r"^(.*?): (got (markov|hydra|heads with fused))", r"\2", text)
     return re.sub(r" in /\S+", "", text)
 
 
