@@ -1,6 +1,6 @@
 """vLLM without heads, with its built-in Medusa and with our drafter class: tokens, and acceptance next to ours.
 
-    python scripts/compare_vllm.py --heads HEADS --export EXPORT --python VLLM_PYTHON --out results/vllm.json
+    python scripts/compare_vllm.py --heads HEADS [--export EXPORT] --python VLLM_PYTHON --out results/vllm.json
 
 Greedy, one request at a time and, for the tokens only, all at once. Exit status 1 where tokens differ from vLLM's own
 without heads or the share of accepted drafts at a position is more than 1% off ours. `scripts/test_vllm.sh` runs it.
@@ -40,7 +40,11 @@ SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=Path, required=True)
-    parser.add_argument("--export", type=Path, required=True, help="the same heads as `medusa export --to vllm` writes")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        help="the same heads as `medusa export --to vllm` writes; without, only our drafter class",
+    )
     parser.add_argument("--python", required=True, help="of the environment with vLLM and this package")
     parser.add_argument("--prompts", type=Path, default=Path("data/prompts.jsonl"))
     parser.add_argument("--num-prompts", type=int, default=20)
@@ -52,10 +56,13 @@ def main() -> int:
     prompts = [encode_prompt(model.base.tokenizer, record.turns[0]) for record in records]
     ours, tokens = our_chain(model, prompts, options.max_new_tokens)
     num_heads = model.heads.config.num_heads
-    built_in = {"method": "medusa", "model": str(options.export.resolve()), "num_speculative_tokens": num_heads}
     custom = {"method": "custom_class", "model": "medusa.interop.vllm.MedusaProposer",
               "num_speculative_tokens": num_heads}  # fmt: skip
     heads = {"medusa_heads": str(options.heads.resolve())}
+    ways = {"custom_class": ["--speculative-config", json.dumps(custom), "--additional-config", json.dumps(heads)]}
+    if options.export:
+        built_in = {"method": "medusa", "model": str(options.export.resolve()), "num_speculative_tokens": num_heads}
+        ways["medusa"] = ["--speculative-config", json.dumps(built_in)]
     report: dict[str, Any] = {
         "heads": model.heads.config.to_dict(), "num_prompts": len(prompts), "max_new_tokens": options.max_new_tokens,
         "ours": ours, "vllm": {},
@@ -63,10 +70,7 @@ def main() -> int:
     base = model.base.name
     plain = ask(options, base, prompts, [])
     report["ours"]["num_answers_as_vllm"] = sum(a == b for a, b in zip(tokens, plain["tokens"], strict=True))
-    for name, arguments in (
-        ("medusa", ["--speculative-config", json.dumps(built_in)]),
-        ("custom_class", ["--speculative-config", json.dumps(custom), "--additional-config", json.dumps(heads)]),
-    ):
+    for name, arguments in ways.items():
         report["vllm"][name] = compare(ask(options, base, prompts, arguments), plain, ours)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
