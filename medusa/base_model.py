@@ -232,15 +232,19 @@ def load_base_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     quantization: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
 ) -> BaseModel:
     """Load a stock Transformers model and its tokenizer, frozen, ready for tree decoding.
 
+    token, local_files_only: as Transformers has them.
     quantization: "nf4", linear layers in 4 bits (bitsandbytes; QLoRA, Dettmers et al., 2023), products in `dtype`.
     Raises ValueError for a name that cannot be loaded, an unknown dtype, or a family that a tree cannot pass through.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options |= {"token": token, "local_files_only": local_files_only}
     device = as_device(device)
     in_4_bits = {} if quantization is None else _quantized(quantization, as_dtype(dtype), device)
     try:

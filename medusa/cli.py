@@ -16,6 +16,7 @@ import typer
 
 from . import __version__
 from .cli_inspect import app as inspect_app
+from .cli_interop import export_command, import_command
 from .cli_options import (
     Acceptance,
     BadRecord,
@@ -63,6 +64,8 @@ app = typer.Typer(
 )
 app.add_typer(inspect_app, name="inspect")
 app.command()(serve)
+app.command("export")(export_command)
+app.command("import")(import_command)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def fingerprint(model: Any) -> str:
     assert not any(isinstance(module, FastLinear) for module in model.modules()), "fingerprint before pack_linears"
     shapes = {name: getattr(model.config, name, None) for name in CONFIG_FIELDS}
     digest = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode())
-    for part in sorted(_sample_digest(parameter) for parameter in model.parameters()):
+    for part in sorted(sample_digest(parameter) for parameter in model.parameters()):
         digest.update(part)
     return digest.hexdigest()
 
@@ -63,7 +63,8 @@ def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 @torch.no_grad()
-def _sample_digest(tensor: Tensor) -> bytes:
+def sample_digest(tensor: Tensor) -> bytes:
+    """Of a parameter's shape and some of its values."""
     flat = tensor.detach().reshape(-1)
     stride = max(1, flat.numel() // SAMPLES_PER_TENSOR)
     sample = flat[::stride][:SAMPLES_PER_TENSOR].to(torch.bfloat16)

@@ -30,7 +30,7 @@ from importlib import import_module
 from importlib.metadata import files, version
 
 sys.path.insert(0, "")
-for name in ("medusa", "medusa.train", "medusa.infer", "medusa.train.config", "medusa.tree"):
+for name in ("medusa", "medusa.train", "medusa.infer", "medusa.train.config", "medusa.tree", "medusa.interop.export"):
     path = import_module(name).__file__
     assert path.startswith(os.environ["SITE"]), f"{name} came from {path}, not from the wheel"
 tops = {file.parts[0] for file in files("medusa-decoding")} - {"..", "__pycache__"}

@@ -22,4 +22,4 @@ say "demo model"
 say "tests"
 # A process a core with a thread each: two of torch's threads on a core that others use are slower than one.
 workers="$("$python" -c 'import os; print(min(4, os.cpu_count() or 1))')"
-OMP_NUM_THREADS=1 "$python" -m pytest -m "not gpu" --durations=15 -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+OMP_NUM_THREADS=1 "$python" -m pytest -m "not gpu and not vllm" --durations=15 -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_train_and_infer_install_inside_medusa(tmp_path: Path) -> None:
 def test_layers_do_not_import_each_other(owner: str, forbidden: tuple[str, ...], repo_root: Path) -> None:
     """medusa <- train and medusa <- infer; only the composition root, medusa/cli*.py, sees both."""
     for path in (repo_root / owner).rglob("*.py"):
-        if owner == "medusa" and path.name in ("cli.py", "cli_inspect.py"):
+        if owner == "medusa" and path.name in ("cli.py", "cli_inspect.py", "cli_interop.py"):
             continue
         for line in path.read_text().splitlines():
             words = line.split()
@@ -92,9 +93,9 @@ def test_exports_and_unknown_names() -> None:
 
 
 def test_nothing_loads_code_from_files(repo_root: Path) -> None:
-    """No pickle, no eval: checkpoints are safetensors and JSON."""
+    """No pickle, no eval: checkpoints are safetensors and JSON; other people's `.pt` files are read as data only."""
     for folder in ("medusa", "train", "infer", "scripts"):
         for path in (repo_root / folder).rglob("*.py"):
-            text = path.read_text()
+            text = re.sub(r"torch\.load\([^()]*weights_only=True[^()]*\)", "", path.read_text())
             for needle in ("torch.load(", "import pickle", "pickle.load", " eval(", " exec(", "yaml.load("):
                 assert needle not in text, f"{path} uses {needle.strip()}"
