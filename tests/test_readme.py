@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +70,28 @@ def test_the_readme_works_as_printed(readme, checkout):
     assert output.startswith("Gravity is a fundamental concept")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_server_answers_as_printed(readme, repo_root, demo_model_dir):
+    """With the heads that the project ships in place of the reader's."""
+    [serve, ask] = "".join(blocks(readme, "console")).splitlines()
+    heads = repo_root / "heads" / "smollm2-135m-instruct"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = shlex.split(serve.replace("runs/mine/heads", str(heads)).replace("8000", port))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    server = subprocess.Popen([*command, "--base", str(demo_model_dir)], env=os.environ | {"PATH": path})
+    try:
+        question = f"{ask.replace('8000', port)} --silent --retry 60 --retry-connrefused --retry-delay 1"
+        done = subprocess.run(["bash", "-c", question], capture_output=True, text=True)
+        answer = json.loads(done.stdout)["choices"][0]["message"]["content"]
+    finally:
+        server.send_signal(signal.SIGTERM)
+        status = server.wait(timeout=60)
+    assert answer.strip() and status == 0
+
+
 def test_files_that_the_readme_links_exist(readme, repo_root):
     links = re.findall(r"\]\((?!http)([^)#]+)\)|src=\"(?!http)([^\"]+)\"", readme)
     assert len(links) > 8
@@ -75,7 +100,8 @@ def test_files_that_the_readme_links_exist(readme, repo_root):
 
 
 def test_every_command_of_the_program_is_in_the_readme(readme):
-    used = {tuple(shlex.split(line, comments=True)[1:3]) for line in commands(readme) if line.startswith("medusa ")}
+    lines = [*commands(readme), *"".join(blocks(readme, "console")).splitlines()]
+    used = {tuple(shlex.split(line, comments=True)[1:3]) for line in lines if line.startswith("medusa ")}
     names = {first for first, _ in used} | {f"{first} {second}" for first, second in used}
-    assert {"distill", "train", "eval", "calibrate", "generate", "bench"} <= names
+    assert {"distill", "train", "eval", "calibrate", "generate", "bench", "serve", "export", "import"} <= names
     assert {"inspect data", "inspect run", "inspect heads", "inspect tree"} <= names
