@@ -1,27 +1,30 @@
-"""The decoding loop's body: prefill a row, then propose, verify, accept, commit, over and over.
+"""The decoding loop's body: prefill a row, chunk by chunk, then propose, verify, accept, commit, over and over.
 
-One batched, ragged step is the only implementation. Plain generation, streaming, distillation, the benchmark and the
-autoregressive baseline (a tree that is only its root) are drivers of it.
+One batched, ragged step is the only implementation. Plain generation, streaming, distillation, the benchmark, the
+server and the autoregressive baseline (a tree that is only its root) are drivers of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from medusa.acceptance import GREEDY, AcceptanceRule
 from medusa.base_model import BaseModel
+from medusa.draft import Draft
 from medusa.drafter import Drafter
 from medusa.kv_cache import KVCache
 
-PREFILL_CHUNK = 512
+from .logprobs import TokenLogprob, token_logprobs
 
 
 @dataclass
 class DecodeState:
-    """The live rows `0..B-1` of a cache and of a drafter, and what the next step starts from.
+    """The live rows `0..B-1` of a cache and of a drafter, and what the next step starts from. Rows above are free, or
+    hold prompts on their way.
 
     root: int64 [B], tokens chosen by the base and not yet in the cache. hidden: [B, D], the states that chose them.
     """
@@ -48,57 +51,71 @@ class DecodeState:
 
     @torch.inference_mode()
     def append(self, root: Tensor, hidden: Tensor) -> None:
+        """Row B, which holds a whole prompt, is live from now on."""
         self.root, self.hidden = torch.cat([self.root, root]), torch.cat([self.hidden, hidden])
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:
-        """Drop a row; the last one takes its place."""
+        """Drop a live row; the last one takes its place."""
         last = self.num_rows - 1
         if row != last:
-            self.cache.move_row(last, row)
-            self.drafter.move_row(last, row)
+            self.move_row(last, row)
             self.root[row], self.hidden[row] = self.root[last], self.hidden[last]
-        self.cache.clear_row(last)
-        self.drafter.clear_row(last)
+        self.clear_row(last)
         self.root, self.hidden = self.root[:last], self.hidden[:last]
+
+    @torch.inference_mode()
+    def move_row(self, source: int, target: int) -> None:
+        self.cache.move_row(source, target)
+        self.drafter.move_row(source, target)
+
+    def clear_row(self, row: int) -> None:
+        self.cache.clear_row(row)
+        self.drafter.clear_row(row)
 
 
 @dataclass(frozen=True)
 class Step:
     """What a step gave, on the CPU: row b emits `tokens[b, :counts[b]]`, accepted draft tokens first and the bonus
-    token last, of `num_drafted[b]` that were drafted. tokens: int64 [B, L]; the others int64 [B]."""
+    token last, of `num_drafted[b]` that were drafted. tokens: int64 [B, L]; the others int64 [B]. logprobs: one for
+    each emitted token of the rows that asked."""
 
     tokens: Tensor
     counts: Tensor
     num_drafted: Tensor
+    logprobs: Mapping[int, list[TokenLogprob]] = field(default_factory=dict)
 
 
 @torch.inference_mode()
-def prefill(base_model: BaseModel, state: DecodeState, prompt_ids: list[int], rule: AcceptanceRule = GREEDY) -> None:
-    """Add a row that holds the prompt, in chunks; its root is the base's choice of a first token."""
-    row = slice(state.num_rows, state.num_rows + 1)
-    state.cache.clear_row(row.start)
-    state.drafter.clear_row(row.start)
-    for start in range(0, len(prompt_ids), PREFILL_CHUNK):
-        chunk = torch.tensor([prompt_ids[start : start + PREFILL_CHUNK]])
-        nodes, count = torch.arange(chunk.shape[1])[None], torch.tensor([chunk.shape[1]])
-        mask = torch.ones(chunk.shape[1], chunk.shape[1], dtype=torch.bool).tril()
-        on_device, positions = chunk.to(base_model.device), (start + nodes).to(base_model.device)
-        hidden = base_model.forward(on_device, positions, mask, state.cache, row)
-        state.cache.commit(row, nodes, count)
-        state.drafter.observe(row, chunk, count, hidden)
-    last = hidden[:, -1]
-    state.append(rule.first(base_model.logits(last), row.start), last)
+def prefill(base_model: BaseModel, state: DecodeState, row: int, token_ids: Sequence[int]) -> Tensor:
+    """Append a prompt, or the next chunk of one, to a row of the cache. Returns its states, [n, D]."""
+    rows, size = slice(row, row + 1), len(token_ids)
+    tokens, nodes, counts = torch.tensor([token_ids]), torch.arange(size)[None], torch.tensor([size])
+    positions = (state.cache.lengths[row] + nodes).to(base_model.device)
+    mask = torch.ones(size, size, dtype=torch.bool).tril()
+    hidden = base_model.forward(tokens.to(base_model.device), positions, mask, state.cache, rows)
+    state.cache.commit(rows, nodes, counts)
+    state.drafter.observe(rows, tokens, counts, hidden)
+    return hidden[0]
 
 
 @torch.inference_mode()
-def decode_step(base_model: BaseModel, state: DecodeState, rule: AcceptanceRule = GREEDY) -> Step:
-    """One step of every live row."""
+def decode_step(
+    base_model: BaseModel,
+    state: DecodeState,
+    rule: AcceptanceRule = GREEDY,
+    *,
+    muted: Collection[int] = (),
+    scored: Mapping[int, int] | None = None,
+) -> Step:
+    """One step of every live row. muted: rows for which nothing is drafted. scored: rows whose tokens'
+    log-probabilities are wanted, each with how many of the likeliest tokens beside them."""
     rows, cache = state.rows, state.cache
-    draft = state.drafter.propose(state.root, state.hidden)
+    draft = _propose(state, muted)
     positions = cache.lengths[rows, None].to(draft.depth.device) + draft.depth
     hidden = base_model.forward(draft.input_ids, positions, draft.mask, cache, rows)
-    accepted = rule.accept(draft, base_model.logits(hidden))
+    logits = base_model.logits(hidden)
+    accepted = rule.accept(draft, logits)
     nodes, counts = accepted.nodes, accepted.counts.cpu()
     cache.commit(rows, nodes.cpu(), counts)
     kept = draft.tokens.gather(1, nodes)
@@ -107,4 +124,16 @@ def decode_step(base_model: BaseModel, state: DecodeState, rule: AcceptanceRule 
     state.root, state.hidden = accepted.bonus, hidden[torch.arange(len(nodes), device=hidden.device), accepted.last]
     tokens = torch.cat([kept[:, 1:], accepted.bonus[:, None]], dim=1)
     tokens.scatter_(1, accepted.counts[:, None] - 1, accepted.bonus[:, None])
-    return Step(tokens.cpu(), counts, draft.num_drafted.cpu())
+    tokens = tokens.cpu()
+    logprobs = {
+        row: token_logprobs(logits[row, nodes[row, : counts[row]]], tokens[row, : counts[row]].tolist(), num_top)
+        for row, num_top in (scored or {}).items()
+    }
+    return Step(tokens, counts, draft.num_drafted.cpu(), logprobs)
+
+
+def _propose(state: DecodeState, muted: Collection[int]) -> Draft:
+    if len(muted) == state.num_rows:
+        return Draft.of_roots(state.root)
+    draft = state.drafter.propose(state.root, state.hidden)
+    return draft.without(list(muted)) if muted else draft

@@ -8,8 +8,8 @@ Sampled rows have rules of their own, in `sampling_rule.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -33,8 +33,23 @@ class Acceptance:
         return self.nodes.gather(1, self.counts[:, None] - 1)[:, 0]
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why a row could not choose a token. num_tokens: how many it had chosen before in this step; what it was given
+    after these means nothing."""
+
+    num_tokens: int
+    error: Exception
+
+
 class AcceptanceRule(Protocol):
-    """How the base's logits decide. `rows` of the state are the live ones, in order."""
+    """How the base's logits decide. Rows are the live ones, in order.
+
+    failures: of rows, by number, since the rule was made. The others are as they would be without them.
+    """
+
+    @property
+    def failures(self) -> Mapping[int, Failure]: ...
 
     def first(self, logits: Tensor, row: int) -> Tensor:
         """logits [1, V] after the prompt of a new row -> its first token, int64 [1]."""
@@ -50,6 +65,7 @@ class EveryNode:
     """The base chooses at all nodes at once. choose: logits [..., V] -> token ids [...]."""
 
     choose: Callable[[Tensor], Tensor]
+    failures: Mapping[int, Failure] = field(default_factory=dict)
 
     def first(self, logits: Tensor, row: int) -> Tensor:
         return self.choose(logits)

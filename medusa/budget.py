@@ -1,16 +1,15 @@
 """How many nodes a step drafts: as many as make it fastest on this hardware, and for this request.
 
-    tokens a second = sum over rows of tau(N) / (seconds of a forward of B x N tokens + seconds of proposing)
+    tokens a second = sum over rows of tau(N) / (seconds of a forward of B rows of N tokens + seconds of proposing)
 
 tau(N) is known before the forward: 1 + the chances of the N - 1 likeliest nodes. How far a row keeps what its chances
 promise is followed from step to step (`RowRecord`) and scales them; where drafting does not pay for a while, not even
-proposing is tried for some steps.
+proposing is tried for some steps: for a row by itself, and for batches of one size, whoever is in them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from .candidates import CandidateDrafter
 from .draft import Draft
 from .drafter import Drafter
-from .latency_curve import latency_at
+from .latency_curve import StepLatency
 
 DECAY = 0.9  # of what a row accepted and was expected to, a step with drafts
 IDLE_DECAY = 0.97  # a step without: slowly back to trusting it
@@ -30,18 +29,50 @@ MAX_PAUSE = 32  # steps
 
 
 @dataclass
-class RowRecord:
-    """How one row's drafts went. Sums of accepted and of expected draft tokens, older steps counting less."""
+class Pause:
+    """Steps in which nothing is proposed, `pause` of them to come."""
 
-    accepted: float = 0.0
-    expected: float = 0.0
     num_unpaid: int = 0
     pause: int = 0
     last_pause: int = 0
 
+    def count_gain(self, pays: bool) -> None:
+        """After a choice: pauses of 1, 2, 4, ... steps while proposing keeps not paying."""
+        if pays:
+            self.num_unpaid = self.pause = 0
+        elif self.num_unpaid < PATIENCE - 1:
+            self.num_unpaid += 1
+        else:
+            self._rest()
+
+    def _rest(self) -> None:
+        self.pause = self.last_pause = min(max(1, 2 * self.last_pause), MAX_PAUSE)
+
+
+@dataclass
+class BatchPause(Pause):
+    """The same for batches of one size. What rows together promise has been scaled by what each of them keeps, so it
+    is believed at once."""
+
+    def count_gain(self, pays: bool) -> None:
+        super().count_gain(pays)
+        if pays:
+            self.last_pause = 0
+
+
+@dataclass
+class RowRecord(Pause):
+    """How one row's drafts went. Sums of accepted and of expected draft tokens, older steps counting less."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+    is_muted: bool = False
+
     @property
     def ratio(self) -> float:
-        """Accepted by expected, 1 where nothing is known."""
+        """Accepted by expected, 1 where nothing is known, 0 where nothing is to be drafted."""
+        if self.is_muted:
+            return 0.0
         return min((self.accepted + PRIOR) / (self.expected + PRIOR), MAX_RATIO)
 
     def count(self, accepted: float, expected: float) -> None:
@@ -56,61 +87,45 @@ class RowRecord:
         elif self.last_pause:  # what was tried after a pause failed too
             self._rest()
 
-    def count_gain(self, pays: bool) -> None:
-        """After a choice: pauses of 1, 2, 4, ... steps while proposing keeps not paying."""
-        if pays:
-            self.num_unpaid = self.pause = 0
-        elif self.pause:  # proposed all the same, for another row's sake
-            self.pause -= 1
-        elif self.num_unpaid < PATIENCE - 1:
-            self.num_unpaid += 1
-        else:
-            self._rest()
-
-    def _rest(self) -> None:
-        self.pause = self.last_pause = min(max(1, 2 * self.last_pause), MAX_PAUSE)
-
 
 @dataclass(frozen=True)
 class Choice:
-    """num_nodes: N for all rows. gains: float [B], each row's speed by that of one token a step."""
+    """num_nodes: N for all rows. gain: their speed together by that of one token a step."""
 
     num_nodes: int
-    gains: Tensor
+    gain: float
 
 
 class AdaptiveBudget:
-    """latency_curve: seconds of a forward of one row by number of tokens, 1 among them; B rows of N nodes are taken to
-    cost what B x N tokens of one row do, see `latency_at`. propose_seconds: what a step with candidates costs besides.
-    """
+    """Chooses by what steps of all sizes cost."""
 
-    def __init__(self, latency_curve: Mapping[int, float], propose_seconds: float = 0.0) -> None:
-        self.latency_curve, self.propose_seconds = dict(sorted(latency_curve.items())), propose_seconds
+    def __init__(self, latency: StepLatency) -> None:
+        self.latency = latency
         self._seconds: dict[int, Tensor] = {}  # by number of rows: float64 [N]
 
     def choose(self, probability: Tensor, ratios: Tensor) -> Choice:
         """The fastest N. probability: float [B, N] as in `Candidates`; ratios: float [B], see `RowRecord.ratio`.
 
         Proposing has been paid for already when this is asked, so it counts for the root alone too; whether it was
-        worth asking is what the gains tell, which are against a step without.
+        worth asking is what the gain tells, which is against a step without.
         """
         chances = (probability.double().cpu() * ratios[:, None]).clamp(max=1.0)
         chances[:, 0] = 1.0
         tau = chances.cumsum(dim=1)
         batch, num_nodes = tau.shape
-        seconds = self._seconds_of(batch, num_nodes)
-        best = int((tau.sum(dim=0) / (seconds + self.propose_seconds)).argmax())
-        alone = latency_at(self.latency_curve, batch)
-        return Choice(best + 1, tau[:, best] * alone / (seconds[best] + self.propose_seconds))
+        seconds = self._seconds_of(batch, num_nodes) + self.latency.propose(batch)
+        best = int((tau.sum(dim=0) / seconds).argmax())
+        gain = tau[:, best].mean() * self.latency.forward(batch, 1) / seconds[best]
+        return Choice(best + 1, float(gain))
 
     def seconds(self, num_nodes: int) -> float:
         """What a step of one row takes, proposing included."""
-        return float(self._seconds_of(1, num_nodes)[-1]) + self.propose_seconds
+        return float(self._seconds_of(1, num_nodes)[-1]) + self.latency.propose_seconds
 
     def _seconds_of(self, batch: int, num_nodes: int) -> Tensor:
         known = self._seconds.get(batch)
         if known is None or len(known) < num_nodes:
-            sizes = [latency_at(self.latency_curve, batch * nodes) for nodes in range(1, num_nodes + 1)]
+            sizes = [self.latency.forward(batch, nodes) for nodes in range(1, num_nodes + 1)]
             known = self._seconds[batch] = torch.tensor(sizes, dtype=torch.float64)
         return known[:num_nodes]
 
@@ -118,12 +133,14 @@ class AdaptiveBudget:
 class AdaptiveDrafter(Drafter):
     """Drafts as many of another's candidates as `budget` finds fastest, for rows as their records say.
 
-    The rows of a batch share N, and a pause only comes when all of them pause.
+    The rows of a batch share N. A row alone pauses by its own record; rows together do by how batches of their size
+    went, whoever was in them.
     """
 
     def __init__(self, inner: CandidateDrafter, budget: AdaptiveBudget) -> None:
         self.inner, self.budget, self.max_nodes = inner, budget, inner.max_nodes
         self._records: defaultdict[int, RowRecord] = defaultdict(RowRecord)
+        self._batches: defaultdict[int, BatchPause] = defaultdict(BatchPause)  # by number of rows
         self._expected: dict[int, float] = {}  # of the step that is being verified
 
     def record(self, row: int) -> RowRecord:
@@ -131,21 +148,20 @@ class AdaptiveDrafter(Drafter):
 
     def propose(self, root: Tensor, hidden: Tensor) -> Draft:
         records = [self._records[row] for row in range(len(root))]
-        if all(record.pause for record in records):
-            for record in records:
-                record.pause -= 1
+        pause = records[0] if len(records) == 1 else self._batches[len(records)]
+        if pause.pause:
+            pause.pause -= 1
             self._expected = dict.fromkeys(range(len(root)), 0.0)
             return Draft.of_roots(root)
         candidates = self.inner.candidates(root, hidden)
         ratios = torch.tensor([record.ratio for record in records], dtype=torch.float64)
         choice = self.budget.choose(candidates.probability, ratios)
-        for record, gain in zip(records, choice.gains.tolist(), strict=True):
-            record.count_gain(gain > 1.0)
+        pause.count_gain(choice.gain > 1.0)
         chosen = candidates.cut(choice.num_nodes)
         self._expected = dict(enumerate((chosen.probability.sum(dim=1) - 1.0).clamp(min=0.0).tolist()))
         return chosen.draft()
 
-    def observe(self, rows: slice, tokens: Tensor, counts: Tensor, hidden: Tensor) -> None:
+    def observe(self, rows: slice, tokens: Tensor, counts: Tensor, hidden: Tensor | None) -> None:
         self.inner.observe(rows, tokens, counts, hidden)
         for row, count in zip(range(rows.start, rows.stop), counts.tolist(), strict=True):
             if row in self._expected:  # not a prompt's
@@ -160,3 +176,7 @@ class AdaptiveDrafter(Drafter):
         self.inner.move_row(source, target)
         self._records[target] = self._records.pop(source, RowRecord())
         self._expected.pop(target, None)
+
+    def mute_row(self, row: int) -> None:
+        self.inner.mute_row(row)
+        self._records[row].is_muted = True

@@ -21,12 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .acceptance_statistics import AcceptanceStatistics, best_tree, ranked_paths, tree_family, true_ranks
 from .dynamic_statistics import DynamicTree
-from .latency_curve import check_latency, interpolate_latency
+from .latency_curve import BatchLatency, StepLatency, check_latency, interpolate_latency
 from .tree import DraftTree
 
 __all__ = ["AcceptanceStatistics", "Calibration", "Candidate", "best_tree", "choose_tree", "tree_family", "true_ranks"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_SAVED_PATHS = 4096
 
 
@@ -42,11 +42,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A chosen tree with the numbers behind it. `latency_curve`: seconds of a forward by number of tokens.
+    """A chosen tree with the numbers behind it. `latency_curve`: seconds of a forward by number of tokens. `by_rows`:
+    steps of several rows, by their number.
 
     `held_out_tau`: tau of the chosen tree on positions that the choice has not seen; None when there were none.
     `temperatures`: one a head, for the probabilities of dynamic trees. `dynamic`: how these do on the positions that
-    the choice has not seen. Files of schema version 1 have neither; they load with temperatures of 1 and None.
+    the choice has not seen. Files of schema version 1 have neither; they load with temperatures of 1 and None; those
+    before version 3 have no `by_rows`.
     """
 
     tree: DraftTree
@@ -58,10 +60,15 @@ class Calibration:
     machine: dict[str, Any] = field(default_factory=dict)
     temperatures: tuple[float, ...] = ()
     dynamic: DynamicTree | None = None
+    by_rows: dict[int, BatchLatency] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.temperatures:
             object.__setattr__(self, "temperatures", (1.0,) * self.statistics.num_heads)
+
+    @property
+    def latency(self) -> StepLatency:
+        return StepLatency(self.latency_curve, self.propose_seconds, self.by_rows)
 
     @property
     def chosen(self) -> Candidate:
@@ -119,6 +126,7 @@ def choose_tree(
     machine: Mapping[str, Any] | None = None,
     temperatures: Sequence[float] = (),
     dynamic: DynamicTree | None = None,
+    by_rows: Mapping[int, BatchLatency] | None = None,
 ) -> Calibration:
     """The tree, of every size up to the largest measured, that maximises tau(N) / c(N); the smaller one on a tie.
 
@@ -141,12 +149,13 @@ def choose_tree(
     held_out_tau = held_out.expected_length(tree) if held_out is not None else None
     return Calibration(
         tree, statistics, curve, tuple(candidates), propose_seconds, held_out_tau, dict(machine or {}),
-        tuple(temperatures), dynamic,
+        tuple(temperatures), dynamic, dict(by_rows or {}),
     )  # fmt: skip
 
 
 _Count = Annotated[int, Field(ge=0)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
@@ -176,18 +185,24 @@ class _Dynamic(_Strict):
     speedup: _Positive
 
 
+class _BatchLatency(_Strict):
+    latency_curve: dict[str, _Positive]
+    propose_seconds: _Seconds
+
+
 class _File(_Strict):
-    schema_version: Literal[1, 2]
+    schema_version: Literal[1, 2, 3]
     tree: list[list[int]]
     tau: _Positive
     held_out_tau: _Positive | None
-    propose_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    propose_seconds: _Seconds
     latency_curve: dict[str, _Positive]
     candidates: list[_Candidate]
     machine: dict[str, Any]
     statistics: _Statistics
     temperatures: list[_Positive] = []
     dynamic: _Dynamic | None = None
+    by_rows: dict[str, _BatchLatency] = {}
 
 
 def _to_dict(calibration: Calibration) -> dict[str, Any]:
@@ -198,11 +213,15 @@ def _to_dict(calibration: Calibration) -> dict[str, Any]:
         "tau": calibration.chosen.tau,
         "held_out_tau": calibration.held_out_tau,
         "propose_seconds": calibration.propose_seconds,
-        "latency_curve": {str(tokens): seconds for tokens, seconds in calibration.latency_curve.items()},
+        "latency_curve": _with_string_keys(calibration.latency_curve),
         "candidates": [asdict(candidate) for candidate in calibration.candidates],
         "machine": calibration.machine,
         "temperatures": list(calibration.temperatures),
         "dynamic": _dynamic_to_dict(calibration.dynamic),
+        "by_rows": {
+            str(rows): {"latency_curve": _with_string_keys(batch.curve), "propose_seconds": batch.propose_seconds}
+            for rows, batch in calibration.by_rows.items()
+        },
         "statistics": {
             "num_heads": statistics.num_heads,
             "max_rank": statistics.max_rank,
@@ -210,6 +229,10 @@ def _to_dict(calibration: Calibration) -> dict[str, Any]:
             "matches": [[list(path), count] for path, count in sorted(statistics.matches.items())],
         },
     }
+
+
+def _with_string_keys(curve: Mapping[int, float]) -> dict[str, float]:
+    return {str(tokens): seconds for tokens, seconds in curve.items()}
 
 
 def _dynamic_to_dict(dynamic: DynamicTree | None) -> dict[str, Any] | None:
@@ -225,10 +248,7 @@ def _from_file(file: _File) -> Calibration:
         raise ValueError(
             f"tree uses rank {tree.max_width - 1}, but only ranks below {statistics.max_rank} were measured"
         )
-    if any(not tokens.isdecimal() for tokens in file.latency_curve):
-        raise ValueError(f"latency_curve has the keys {list(file.latency_curve)}, expected numbers of tokens")
-    curve = {int(tokens): seconds for tokens, seconds in file.latency_curve.items()}
-    check_latency(curve, file.propose_seconds)
+    curve = _read_curve(file.latency_curve, file.propose_seconds)
     candidates = tuple(Candidate(**candidate.model_dump()) for candidate in file.candidates)
     if tree.num_nodes not in {candidate.num_nodes for candidate in candidates}:
         raise ValueError(f"tree has {tree.num_nodes} nodes, but no candidate of that size is listed")
@@ -236,8 +256,25 @@ def _from_file(file: _File) -> Calibration:
         raise ValueError(f"temperatures has {len(file.temperatures)} numbers, expected one for each head")
     return Calibration(
         tree, statistics, curve, candidates, file.propose_seconds, file.held_out_tau, file.machine,
-        tuple(file.temperatures), _read_dynamic(file.dynamic, statistics.num_heads),
+        tuple(file.temperatures), _read_dynamic(file.dynamic, statistics.num_heads), _read_by_rows(file.by_rows),
     )  # fmt: skip
+
+
+def _read_curve(saved: Mapping[str, float], propose_seconds: float) -> dict[int, float]:
+    if any(not tokens.isdecimal() for tokens in saved):
+        raise ValueError(f"latency_curve has the keys {list(saved)}, expected numbers of tokens")
+    curve = {int(tokens): seconds for tokens, seconds in saved.items()}
+    check_latency(curve, propose_seconds)
+    return curve
+
+
+def _read_by_rows(saved: Mapping[str, _BatchLatency]) -> dict[int, BatchLatency]:
+    if any(not rows.isdecimal() or int(rows) < 2 for rows in saved):
+        raise ValueError(f"by_rows has the keys {list(saved)}, expected numbers of rows, 2 or more")
+    return {
+        int(rows): BatchLatency(_read_curve(batch.latency_curve, batch.propose_seconds), batch.propose_seconds)
+        for rows, batch in saved.items()
+    }
 
 
 def _read_dynamic(saved: _Dynamic | None, num_heads: int) -> DynamicTree | None:

@@ -7,7 +7,8 @@ ever chooses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,6 +53,12 @@ class Draft:
             if not bool(ancestor.any()):
                 return cls(tokens, parent, mask.sum(dim=-1) - 1, mask)
             ancestor = parent_or_root.gather(1, ancestor)
+
+    def without(self, rows: Sequence[int]) -> Draft:
+        """Nothing drafted for these rows."""
+        tokens = self.tokens.clone()
+        tokens[list(rows), 1:] = NO_TOKEN
+        return replace(self, tokens=tokens)
 
     @property
     def num_nodes(self) -> int:

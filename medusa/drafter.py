@@ -26,15 +26,21 @@ class Drafter(ABC):
     def propose(self, root: Tensor, hidden: Tensor) -> Draft:
         """root int64 [B], the base's next token; hidden [B, D], the state it was predicted from."""
 
-    def observe(self, rows: slice, tokens: Tensor, counts: Tensor, hidden: Tensor) -> None:  # noqa: B027 - a hook
+    def observe(  # noqa: B027 - a hook
+        self, rows: slice, tokens: Tensor, counts: Tensor, hidden: Tensor | None
+    ) -> None:
         """Rows have grown: row b of them by `tokens[b, :counts[b]]` (int64 [b, L] and [b], on the CPU), whose states
-        are `hidden[b, :counts[b]]` ([b, L, D]). Called for the prompt, in chunks, and after every step."""
+        are `hidden[b, :counts[b]]` ([b, L, D]; None where keys and values came out of a prefix cache). Called for the
+        prompt, in chunks, and after every step."""
 
     def clear_row(self, row: int) -> None:  # noqa: B027
         """The row is empty, or about to be filled anew."""
 
     def move_row(self, source: int, target: int) -> None:  # noqa: B027
         """Row `target` holds from now on what row `source` holds."""
+
+    def mute_row(self, row: int) -> None:  # noqa: B027
+        """Until it is cleared, what is drafted for this row is thrown away. `propose` is not called where all are."""
 
 
 class RootDrafter(Drafter):

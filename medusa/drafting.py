@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from .acceptance_statistics import best_tree
@@ -13,7 +14,7 @@ from .drafter import Drafter
 from .dynamic_tree import DynamicTreeDrafter
 from .heads import Heads
 from .heads_drafter import StaticTreeDrafter, check_tree
-from .latency_curve import latency_at
+from .latency_curve import StepLatency
 from .lookup import MAX_LENGTH, LookupDrafter
 from .tree import DraftTree
 
@@ -53,8 +54,8 @@ def make_drafter(
     inner: CandidateDrafter | None = None
     if tree == "dynamic":
         temperatures = calibration.temperatures if calibration else None
-        chance = smallest_chance(calibration.latency_curve, limit) if calibration and budget is None else 0.0
-        inner = DynamicTreeDrafter(heads, limit, temperatures, smallest_chance=chance)
+        latency = calibration.latency if calibration and budget is None else None
+        inner = DynamicTreeDrafter(heads, limit, temperatures, smallest_chance=chance_by_rows(latency, limit))
     elif tree == "static":
         static = _static_tree(saved_tree, calibration, budget)
         chances = calibration.statistics.path_probabilities(static.node_paths) if calibration else None
@@ -65,7 +66,7 @@ def make_drafter(
     if budget is not None:
         return drafter
     assert calibration is not None  # `_limit` has seen to it
-    return AdaptiveDrafter(drafter, AdaptiveBudget(calibration.latency_curve, calibration.propose_seconds))
+    return AdaptiveDrafter(drafter, AdaptiveBudget(calibration.latency))
 
 
 def _static_tree(saved: DraftTree, calibration: Calibration | None, budget: int | None) -> DraftTree:
@@ -94,9 +95,14 @@ def node_limit(latency_curve: Mapping[int, float], num_static_nodes: int) -> int
     return max(1, min(wanted, LARGEST_LIMIT, max(latency_curve)))
 
 
-def smallest_chance(latency_curve: Mapping[int, float], limit: int) -> float:
-    """Chance of a node that pays about half of what a node costs, up to `limit` nodes, in steps of one token: far
-    enough below what is drafted to leave the choice free."""
-    single = latency_at(latency_curve, 1)
-    slope = (latency_at(latency_curve, limit) - single) / max(limit - 1, 1)
+def chance_by_rows(latency: StepLatency | None, limit: int) -> Callable[[int], float]:
+    """`smallest_chance` by number of rows; 0 without a latency."""
+    return functools.cache(lambda num_rows: smallest_chance(latency, num_rows, limit) if latency else 0.0)
+
+
+def smallest_chance(latency: StepLatency, num_rows: int, limit: int) -> float:
+    """Chance of a node that pays about half of what a node costs, up to `limit` nodes a row, in steps of one token:
+    far enough below what is drafted to leave the choice free."""
+    single = latency.forward(num_rows, 1)
+    slope = (latency.forward(num_rows, limit) - single) / max(limit - 1, 1)
     return max(0.0, 0.5 * slope / single)

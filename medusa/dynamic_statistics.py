@@ -60,7 +60,7 @@ class DynamicStatistics:
         num_nodes = self._nodes / total
         common = sorted(self._paths.items(), key=lambda item: (-item[1], len(item[0]), item[0]))
         typical = DraftTree.from_paths([path for path, _ in common if path][: round(num_nodes) - 1])
-        speedup = self._tokens * self.budget.latency_curve[1] / self._seconds
+        speedup = self._tokens * self.budget.latency.curve[1] / self._seconds
         promised, kept = (tuple((sums / total).tolist()) for sums in (self._promised, self._kept))
         return DynamicTree(promised, kept, typical, num_nodes, self._tokens / total, speedup)
 

@@ -8,7 +8,7 @@ the optimum of OPT-Tree (Wang et al., 2024) and EAGLE-2 (Li et al., 2024), witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ class DynamicTreeDrafter(HeadsDrafter):
     """The `max_nodes` likeliest nodes (root included) of each row.
 
     temperatures: by which each head's logits are divided so that its probabilities can be multiplied; 1 if not given.
-    smallest_chance: below nodes less likely than that no head is asked, which saves heads that look at the prefix most
-    of their work where so unlikely nodes do not pay anyway; 0, the exact optimum, asks everywhere.
+    smallest_chance: by number of rows; below nodes less likely than that no head is asked, which saves heads that look
+    at the prefix most of their work where so unlikely nodes do not pay anyway; 0, the exact optimum, asks everywhere.
     Raises ValueError for another number of them than heads, or for `max_nodes` below 1.
     """
 
@@ -34,7 +34,7 @@ class DynamicTreeDrafter(HeadsDrafter):
         max_nodes: int,
         temperatures: Sequence[float] | None = None,
         *,
-        smallest_chance: float = 0.0,
+        smallest_chance: Callable[[int], float] = lambda num_rows: 0.0,
     ) -> None:
         super().__init__(heads)
         num_heads = heads.config.num_heads
@@ -88,7 +88,7 @@ class DynamicTreeDrafter(HeadsDrafter):
             self.max_nodes,
         )
         is_new = (order >= pool_size) & (grown.tokens != NO_TOKEN)
-        return grown, is_new & (grown.probability >= self.smallest_chance)
+        return grown, is_new & (grown.probability >= self.smallest_chance(len(best)))
 
 
 def _prefixes(pool: Candidates, nodes: Tensor, depth: int) -> Tensor:

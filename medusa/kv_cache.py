@@ -9,11 +9,16 @@ windows are the mask's business. Memory: 2 x layers x rows x capacity x kv heads
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+
+# Which block of the storage: (kind, heads, head size). And slots cut out of it: [layers, H, S, d].
+BlockKey = tuple[str, int, int]
+Slots = Mapping[BlockKey, Tensor]
 
 
 class KVCache(Cache):
@@ -27,7 +32,7 @@ class KVCache(Cache):
         super().__init__(layers=[])
         self.num_layers, self.num_rows, self.capacity = num_layers, num_rows, capacity
         self.lengths = torch.zeros(num_rows, dtype=torch.int64)
-        self._blocks: dict[tuple[str, int, int], Tensor] = {}  # (kind, heads, head size) -> [layers, B, H, S, d]
+        self._blocks: dict[BlockKey, Tensor] = {}  # [layers, B, H, S, d]
         self._rows = slice(0, num_rows)
         self._offset = 0
 
@@ -50,7 +55,7 @@ class KVCache(Cache):
         end = self._offset + key_states.shape[2]
         result = []
         for kind, states in (("key", key_states), ("value", value_states)):
-            rows = self._block(kind, states)[layer_idx, self._rows]
+            rows = self._block((kind, states.shape[1], states.shape[3]), states)[layer_idx, self._rows]
             rows[:, :, self._offset : end] = states
             result.append(rows[:, :, :end])
         return result[0], result[1]
@@ -84,6 +89,19 @@ class KVCache(Cache):
     def clear_row(self, row: int) -> None:
         self.lengths[row] = 0
 
+    def copy_out(self, row: int, start: int, end: int) -> Slots:
+        """Copies of a row's tokens `start` to `end`, which are committed."""
+        assert end <= int(self.lengths[row]), (row, end, self.lengths)
+        return {key: block[:, row, :, start:end].clone() for key, block in self._blocks.items()}
+
+    def copy_in(self, row: int, slots: Slots) -> None:
+        """Append what `copy_out` gave, of this or another cache of the same model."""
+        start = int(self.lengths[row])
+        for key, states in slots.items():
+            end = start + states.shape[2]
+            self._block(key, states)[:, row, :, start:end] = states
+        self.lengths[row] = end
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._offset
 
@@ -94,10 +112,10 @@ class KVCache(Cache):
         """Bytes allocated (0 before the first forward)."""
         return sum(block.numel() * block.element_size() for block in self._blocks.values())
 
-    def _block(self, kind: str, states: Tensor) -> Tensor:
-        _, num_kv_heads, _, head_size = states.shape
-        key = (kind, num_kv_heads, head_size)
+    def _block(self, key: BlockKey, states: Tensor) -> Tensor:
+        """The storage of that key, made on first use like `states`."""
         if key not in self._blocks:
+            _, num_kv_heads, head_size = key
             # Zeros, not empty: a masked slot must still hold finite numbers.
             shape = (self.num_layers, self.num_rows, num_kv_heads, self.capacity, head_size)
             self._blocks[key] = states.new_zeros(shape)

@@ -1,9 +1,50 @@
-"""Seconds of a forward by its number of tokens, as measured at some sizes: what lies between and beyond them."""
+"""Seconds of a step by its number of tokens and rows, as measured at some sizes: what lies between and beyond them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class BatchLatency:
+    """Steps of several rows at once. curve: seconds by number of tokens a row, 1 among them. propose_seconds: what
+    proposing for all of them takes."""
+
+    curve: dict[int, float]
+    propose_seconds: float
+
+
+@dataclass(frozen=True)
+class StepLatency:
+    """Seconds of a step of any size.
+
+    curve: a forward of one row by number of tokens, 1 among them. propose_seconds: what a step with candidates takes
+    besides. by_rows: the same for more rows, where it was measured; without, B rows of N tokens are taken to cost what
+    B x N tokens of one row do.
+    """
+
+    curve: dict[int, float]
+    propose_seconds: float = 0.0
+    by_rows: dict[int, BatchLatency] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("curve", "by_rows"):
+            object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))
+
+    def forward(self, num_rows: int, num_tokens: int) -> float:
+        """num_tokens: of each row."""
+        if not self.by_rows:
+            return latency_at(self.curve, num_rows * num_tokens)
+        at_rows = {rows: latency_at(batch.curve, num_tokens) for rows, batch in self.by_rows.items()}
+        return latency_at({1: latency_at(self.curve, num_tokens)} | at_rows, num_rows)
+
+    def propose(self, num_rows: int) -> float:
+        if not self.by_rows:
+            return self.propose_seconds
+        at_rows = {rows: batch.propose_seconds for rows, batch in self.by_rows.items()}
+        return latency_at({1: self.propose_seconds} | at_rows, num_rows)
 
 
 def interpolate_latency(curve: Mapping[int, float], num_tokens: int) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .sampling import SamplingParams
 
+NO_TOKEN_POSSIBLE = "sampling: no token is possible; a logits processor excluded all of them, or made NaN"
 FIRST_LOOK = 1024  # a full sort of the vocabulary is slow; this many tokens nearly always hold the nucleus
 
 
@@ -89,7 +90,7 @@ def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     if not bool((total > 0).all()):
-        raise ValueError("sampling: no token is possible; a logits processor excluded all of them, or made NaN")
+        raise ValueError(NO_TOKEN_POSSIBLE)
     # Strictly below the total, so that the last token found has a probability.
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True)[:, 0]

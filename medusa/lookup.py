@@ -113,7 +113,7 @@ class LookupDrafter(CandidateDrafter):
         chances = torch.tensor([row for _, row in padded], device=root.device)
         return merge_branch(candidates, tokens, chances, self.max_nodes)
 
-    def observe(self, rows: slice, tokens: Tensor, counts: Tensor, hidden: Tensor) -> None:
+    def observe(self, rows: slice, tokens: Tensor, counts: Tensor, hidden: Tensor | None) -> None:
         if self.inner:
             self.inner.observe(rows, tokens, counts, hidden)
         for row, count, grown in zip(range(rows.start, rows.stop), counts.tolist(), tokens.tolist(), strict=True):

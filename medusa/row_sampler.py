@@ -8,7 +8,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .logits import draw, penalise, warp
+from .acceptance import Failure
+from .logits import NO_TOKEN_POSSIBLE, draw, penalise, warp
 from .sampling import SamplingParams, Typical
 
 UNIFORMS_AT_ONCE = 32
@@ -56,10 +57,15 @@ class RowSampler:
 
 
 class RowSamplers:
-    """The samplers of the rows `0..B-1`; rows with the same settings are worked on together."""
+    """The samplers of the rows `0..B-1`; rows with the same settings are worked on together.
+
+    failures: by row, what its processors raised, or that its settings left no token. Such a row goes on with scores
+    that mean nothing, so that the others, whose random numbers may have been drawn already, are not disturbed.
+    """
 
     def __init__(self, samplers: Sequence[RowSampler]) -> None:
         self.samplers = samplers
+        self.failures: dict[int, Failure] = {}
         index: dict[SamplingParams, int] = {}
         self._group = torch.tensor([index.setdefault(sampler.group, len(index)) for sampler in samplers])
         self._params = list(index)
@@ -69,7 +75,8 @@ class RowSamplers:
         """logits [n, V] at nodes `nodes` of rows `rows`, int64 [n] -> float32 [n, V], penalties and processors applied
         to what each node's own path has said, then temperature and truncations (not where it is 0)."""
         if len(self._params) == 1:
-            return self._scores_of_group(self._params[0], rows, nodes, logits, drafted)
+            scores = self._scores_of_group(self._params[0], rows, nodes, logits, drafted)
+            return self._possible(rows, nodes, scores, drafted)
         scores = torch.empty(logits.shape, device=logits.device)
         group = self._group.to(rows.device)[rows]
         for number in group.unique().tolist():
@@ -77,7 +84,7 @@ class RowSamplers:
             scores[members] = self._scores_of_group(
                 self._params[number], rows[members], nodes[members], logits[members], drafted
             )
-        return scores
+        return self._possible(rows, nodes, scores, drafted)
 
     def choose(self, rows: Tensor, scores: Tensor) -> Tensor:
         """One token a row, int64 [n]: the best where temperature is 0, else drawn."""
@@ -109,13 +116,40 @@ class RowSamplers:
         scores = penalise(scores, _padded(contexts, scores), _padded(outputs, scores), params)
         if not params.processors:
             return scores
-        processed = []
-        for row, context in zip(scores.split(1), contexts, strict=True):
-            ids = torch.tensor([context], device=scores.device)
-            for processor in params.processors:
-                row = processor(ids, row)
-            processed.append(row)
-        return torch.cat(processed)
+        each = zip(rows.tolist(), map(len, paths), contexts, scores.split(1), strict=True)
+        return torch.cat([self._processed(params, *of_one) for of_one in each])
+
+    def _processed(self, params: SamplingParams, row: int, depth: int, context: list[int], scores: Tensor) -> Tensor:
+        """scores: [1, V]."""
+        if row in self.failures:
+            return torch.zeros_like(scores)
+        try:
+            return _run_processors(params, context, scores)
+        except Exception as error:  # a request's own code: whatever it raises is that request's failure alone
+            self.failures[row] = Failure(depth, error)
+            return torch.zeros_like(scores)
+
+    def _possible(self, rows: Tensor, nodes: Tensor, scores: Tensor, drafted: DraftedPath) -> Tensor:
+        """The same, but all alike where no token is possible, which is noted."""
+        impossible = ~scores.amax(dim=-1).isfinite()
+        if not bool(impossible.any()):
+            return scores
+        for row, node in zip(rows[impossible].tolist(), nodes[impossible].tolist(), strict=True):
+            self.failures.setdefault(row, Failure(len(drafted(row, node)), ValueError(NO_TOKEN_POSSIBLE)))
+        return scores.masked_fill(impossible[:, None], 0.0)
+
+
+def _run_processors(params: SamplingParams, context: list[int], scores: Tensor) -> Tensor:
+    ids = torch.tensor([context], device=scores.device)
+    for processor in params.processors:
+        processed = processor(ids, scores)
+        if processed.shape != scores.shape:
+            raise ValueError(
+                f"logits processor {type(processor).__name__}: got scores of shape {tuple(processed.shape)} from it, "
+                f"expected {tuple(scores.shape)}"
+            )
+        scores = processed.to(scores.dtype)
+    return scores
 
 
 def _padded(ids: list[list[int]], scores: Tensor) -> Tensor:

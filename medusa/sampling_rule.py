@@ -18,12 +18,12 @@ plain sampling. So a seed gives the same tokens whatever is drafted, and a proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from .acceptance import GREEDY, Acceptance, AcceptanceRule, accept_path
+from .acceptance import GREEDY, Acceptance, AcceptanceRule, Failure, accept_path
 from .draft import NO_TOKEN, Draft
 from .row_sampler import RowSampler, RowSamplers
 
@@ -42,6 +42,10 @@ class SamplingRule:
     def __init__(self, samplers: Sequence[RowSampler]) -> None:
         self.samplers = RowSamplers(samplers)
         self._typical = [sampler.typical for sampler in samplers]
+
+    @property
+    def failures(self) -> Mapping[int, Failure]:
+        return self.samplers.failures
 
     def first(self, logits: Tensor, row: int) -> Tensor:
         rows = torch.tensor([row], device=logits.device)

@@ -11,7 +11,7 @@ import torch
 
 from medusa.calibration import AcceptanceStatistics, Calibration, best_tree, choose_tree
 from medusa.dynamic_statistics import DynamicTree
-from medusa.latency_curve import interpolate_latency
+from medusa.latency_curve import BatchLatency, interpolate_latency
 from medusa.tree import DraftTree
 
 FLAT = {1: 0.05, 2: 0.05, 64: 0.05}
@@ -110,6 +110,7 @@ def calibration() -> Calibration:
         machine={"cpu": "two cores"},
         temperatures=(0.9, 1.1, 1.2, 1.4),
         dynamic=dynamic,
+        by_rows={4: BatchLatency({1: 0.1, 4: 0.16}, 0.01), 16: BatchLatency({1: 0.2, 4: 0.5}, 0.03)},
     )
 
 
@@ -131,6 +132,14 @@ def test_files_of_version_1_are_read_with_temperatures_of_1(calibration: Calibra
     del old["temperatures"], old["dynamic"]
     loaded = Calibration.from_json(json.dumps(old))
     assert loaded.temperatures == (1.0,) * 4 and loaded.dynamic is None and loaded.tree == calibration.tree
+
+
+def test_files_of_version_2_know_nothing_of_rows(calibration: Calibration) -> None:
+    old = json.loads(calibration.to_json()) | {"schema_version": 2}
+    del old["by_rows"]
+    loaded = Calibration.from_json(json.dumps(old))
+    assert loaded.by_rows == {} and loaded.tree == calibration.tree
+    assert loaded.latency.forward(4, 4) == loaded.latency.forward(1, 16) == REAL[16]
 
 
 def test_a_failed_save_keeps_the_old_file(calibration: Calibration, tmp_path: Path) -> None:
@@ -168,7 +177,7 @@ REMOVED = object()
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"schema_version": 3}, "schema_version: Input should be 1 or 2"),
+        ({"schema_version": 4}, "schema_version: Input should be 1, 2 or 3"),
         ({"tree": REMOVED}, "tree: Field required"),
         ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
         ({"tree": [[0, 0]]}, r"path \[0, 0\] needs its prefix"),
@@ -182,6 +191,9 @@ REMOVED = object()
         ({"latency_curve": {"one": 0.1}}, "expected numbers of tokens"),
         ({"latency_curve": {"1": -1.0}}, "greater than 0"),
         ({"propose_seconds": -1.0}, "propose_seconds"),
+        ({"by_rows__4__latency_curve": {"2": 0.1}}, "c.N. needs 1 token"),
+        ({"by_rows__4__propose_seconds": -1.0}, "by_rows.4.propose_seconds"),
+        ({"by_rows": {"one": {"latency_curve": {"1": 0.1}, "propose_seconds": 0.0}}}, "expected numbers of rows"),
         ({"temperatures": [1.0, 2.0]}, "temperatures has 2 numbers, expected one for each head"),
         ({"temperatures": REMOVED}, "temperatures has 0 numbers"),
         ({"temperatures": [1.0, 1.0, 1.0, 0.0]}, "greater than 0"),

@@ -12,6 +12,7 @@ from medusa.drafting import make_drafter, node_limit, smallest_chance
 from medusa.dynamic_tree import DynamicTreeDrafter
 from medusa.heads import MedusaHeads
 from medusa.heads_drafter import StaticTreeDrafter
+from medusa.latency_curve import StepLatency
 from medusa.lookup import LookupDrafter
 from medusa.tree import DraftTree
 
@@ -33,10 +34,11 @@ def calibration():
 def test_calibrated_heads_draft_dynamically_with_lookup(heads, calibration):
     drafter = make_drafter(heads, calibration.tree, calibration)
     assert isinstance(drafter, AdaptiveDrafter) and isinstance(drafter.inner, LookupDrafter)
-    assert drafter.budget.latency_curve == calibration.latency_curve and drafter.budget.propose_seconds == 0.1
+    assert drafter.budget.latency == calibration.latency and calibration.latency.propose_seconds == 0.1
     dynamic = drafter.inner.inner
     assert isinstance(dynamic, DynamicTreeDrafter) and dynamic.temperatures == [1.2, 0.8]
-    assert dynamic.smallest_chance == smallest_chance(calibration.latency_curve, dynamic.max_nodes) > 0
+    assert dynamic.smallest_chance(1) == smallest_chance(calibration.latency, 1, dynamic.max_nodes) > 0
+    assert dynamic.smallest_chance(4) > dynamic.smallest_chance(1), "nodes of many rows cost more"
     assert drafter.max_nodes == dynamic.max_nodes == node_limit(calibration.latency_curve, calibration.tree.num_nodes)
 
 
@@ -54,7 +56,7 @@ def test_options_are_composed(heads, calibration):
     smaller = make(tree="static", lookup=False, budget=3)
     assert smaller.tree == best_tree(calibration.statistics, 3) and smaller.max_nodes == 3
     fixed = make(tree="dynamic", lookup=True, budget=7)
-    assert fixed.inner.smallest_chance == 0.0, "a budget that is given is filled"
+    assert fixed.inner.smallest_chance(1) == 0.0, "a budget that is given is filled"
     assert isinstance(fixed, LookupDrafter) and fixed.max_nodes == fixed.inner.max_nodes == 7
     assert fixed.propose(torch.tensor([1]), torch.randn(1, 8)).num_nodes == 7
     alone = make(tree="none", lookup=True)
@@ -86,6 +88,6 @@ def test_the_limit_stays_near_what_pays():
 
 
 def test_nodes_that_cannot_pay_are_not_asked_below():
-    assert smallest_chance({1: 1.0, 21: 2.0}, 21) == pytest.approx(0.025)
-    assert smallest_chance({1: 1.0, 16: 0.9}, 16) == 0.0
-    assert smallest_chance({1: 1.0}, 1) == 0.0
+    assert smallest_chance(StepLatency({1: 1.0, 21: 2.0}), 1, 21) == pytest.approx(0.025)
+    assert smallest_chance(StepLatency({1: 1.0, 16: 0.9}), 1, 16) == 0.0
+    assert smallest_chance(StepLatency({1: 1.0}), 1, 1) == 0.0

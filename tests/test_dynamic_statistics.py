@@ -9,6 +9,7 @@ from medusa.budget import AdaptiveBudget
 from medusa.candidates import Candidates
 from medusa.draft import NO_TOKEN, Draft
 from medusa.dynamic_statistics import DynamicStatistics, accepted_nodes, rank_paths
+from medusa.latency_curve import StepLatency
 
 # 9 -> (1 -> (3, 4), 2 -> 3), and a row that is filled up
 TOKENS = torch.tensor([[9, 1, 2, 3, 3, 4], [9, 2, 1, NO_TOKEN, NO_TOKEN, NO_TOKEN]])
@@ -32,7 +33,7 @@ def test_ranks_are_places_among_siblings():
 
 
 def test_sums_are_those_of_each_step():
-    free = DynamicStatistics(AdaptiveBudget({1: 1.0, 6: 1.0}, 0.5))
+    free = DynamicStatistics(AdaptiveBudget(StepLatency({1: 1.0, 6: 1.0}, 0.5)))
     free.update(CANDIDATES, torch.tensor([[1, 4], [1, 4]]))
     free.update(CANDIDATES.cut(2), torch.tensor([[1, 4], [2, 4]]))
     found = free.summary()
@@ -45,7 +46,7 @@ def test_sums_are_those_of_each_step():
 
 
 def test_dear_forwards_want_no_nodes():
-    dear = DynamicStatistics(AdaptiveBudget({1: 1.0, 2: 9.0}))
+    dear = DynamicStatistics(AdaptiveBudget(StepLatency({1: 1.0, 2: 9.0})))
     dear.update(CANDIDATES, torch.tensor([[1, 4], [1, 4]]))
     found = dear.summary()
     assert (found.num_nodes, found.tau, found.speedup) == (1.0, 1.0, 1.0) and found.typical.num_nodes == 1

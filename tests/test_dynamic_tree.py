@@ -50,8 +50,8 @@ def test_no_tree_of_that_size_is_better(design, seed, max_nodes, scale):
     best = max(sum(chances[path] for path in nodes) for nodes in trees)
     found = paths_of(candidates, 0)
     assert len(found) == max_nodes - 1 and candidates.num_nodes == max_nodes
-    assert sum(chances[path] for path in found) == pytest.approx(best, abs=1e-6)
-    assert found == pytest.approx({path: chances[path] for path in found}, abs=1e-6)
+    assert sum(chances[path] for path in found) == pytest.approx(best, abs=5e-6)
+    assert found == pytest.approx({path: chances[path] for path in found}, abs=5e-6)
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -70,8 +70,8 @@ def test_the_likeliest_paths_of_all_are_found_in_every_row(design, seed, max_nod
         }
         expected = sorted(chances.values(), reverse=True)[: max_nodes - 1]
         found = paths_of(candidates, row)
-        assert list(found.values()) == pytest.approx(expected, abs=1e-6)
-        assert found == pytest.approx({path: chances[path] for path in found}, abs=1e-6)
+        assert list(found.values()) == pytest.approx(expected, abs=5e-6)
+        assert found == pytest.approx({path: chances[path] for path in found}, abs=5e-6)
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -91,7 +91,7 @@ def test_nothing_grows_below_what_is_unlikely():
     logits = heads.logits
     heads.logits = lambda head, hidden, prefix: asked.append(prefix.tolist()) or logits(head, hidden, prefix)
     root, hidden = torch.tensor([1]), torch.zeros(1, 4)
-    found = paths_of(DynamicTreeDrafter(heads, 40, smallest_chance=0.2).candidates(root, hidden), 0)
+    found = paths_of(DynamicTreeDrafter(heads, 40, smallest_chance=lambda num_rows: 0.2).candidates(root, hidden), 0)
     chances = {path: heads.path_probability(0.0, 1, path, [1.0] * 3) for path in found}
     assert {tuple(prefix[1:]) for prefixes in asked for prefix in prefixes} == {
         (),

@@ -17,9 +17,18 @@ from medusa.dynamic_tree import DynamicTreeDrafter
 from medusa.heads import MedusaHeads
 from medusa.infer.calibrate import calibrate
 from medusa.infer.evaluate import MAX_RANK, PLAUSIBLE, evaluate, full_positions
-from medusa.infer.latency import SIZES, LatencyMeter, measure_latency, measure_propose
+from medusa.infer.latency import (
+    BATCH_SIZES,
+    BATCHES,
+    SIZES,
+    BatchMeter,
+    LatencyMeter,
+    measure_latency,
+    measure_propose,
+)
 from medusa.infer.machine import describe_machine
 from medusa.infer.simulate import simulate
+from medusa.latency_curve import StepLatency
 from medusa.model import MedusaModel
 from medusa.temperature import TemperatureFit
 from medusa.train.batching import Example
@@ -131,6 +140,7 @@ def test_calibration_chooses_on_one_half_and_reports_on_the_other(base, tmp_path
     assert chosen.statistics.matches == halves[0].matches
     assert chosen.held_out_tau == pytest.approx(halves[1].expected_length(chosen.tree))
     assert chosen.latency_curve.keys() >= {1, 8, 16} and chosen.propose_seconds > 0
+    assert chosen.by_rows.keys() == {4, 8, 16} and all(batch.propose_seconds > 0 for batch in chosen.by_rows.values())
     assert chosen.machine["torch"] == torch.__version__
     assert len(chosen.temperatures) == K and all(0.2 < t < 8 for t in chosen.temperatures)
     kept = chosen.dynamic.kept
@@ -176,7 +186,7 @@ def test_dynamic_trees_are_simulated_at_the_positions_that_are_evaluated(base):
                     break
                 node = int(below.int().argmax())
                 num_kept += 1
-    statistics = DynamicStatistics(AdaptiveBudget({1: 1.0}))
+    statistics = DynamicStatistics(AdaptiveBudget(StepLatency({1: 1.0})))
     simulate(base, drafter, K, texts, statistics)
     assert num_kept > 5 and statistics.num_positions == evaluate(base, heads, texts).statistics.num_positions
     assert statistics.summary().kept[-1] == pytest.approx(1 + num_kept / statistics.num_positions)
@@ -191,7 +201,19 @@ def test_latency_is_measured_at_every_size_within_the_context(base):
     assert meter.curve().keys() == {1, 5}
     with pytest.raises(ValueError, match="256 tokens do not fit the model's context of 256"):
         LatencyMeter(base, (1, 256))
-    assert measure_propose(base, MedusaModel(base, make_heads(base), DraftTree.chain(2)).drafter(), rounds=3) > 0
+    roots, states = torch.tensor([5, 6, 7]), torch.randn(3, 32)
+    drafter = MedusaModel(base, make_heads(base), DraftTree.chain(2)).drafter()
+    assert measure_propose(base, drafter, roots, states, num_rows=4, rounds=3) > 0
+
+
+def test_steps_of_several_rows_are_measured_within_the_context(base):
+    meter = BatchMeter(base)
+    meter.round()
+    curves = meter.curves()
+    assert set(curves) == set(BATCHES) and all(set(curve) == set(BATCH_SIZES) for curve in curves.values())
+    assert min(min(curve.values()) for curve in curves.values()) > 0
+    with pytest.raises(ValueError, match="steps do not fit the model's context of 64"):
+        BatchMeter(adapt_base_model(tiny_model("llama", max_position_embeddings=64), tiny_tokenizer(), name="short"))
 
 
 def test_the_machine_is_described_in_json():

@@ -21,6 +21,7 @@ from medusa.infer.decode import DecodeState, prefill
 from medusa.infer.generation import run_requests
 from medusa.infer.request import Request
 from medusa.infer.ties import first_difference
+from medusa.latency_curve import StepLatency
 from medusa.lookup import LookupDrafter
 from medusa.tree import DraftTree
 from tiny_models import FAMILIES, SLIDING_FAMILIES, VOCAB_SIZE, WINDOW, tiny_model, tiny_tokenizer
@@ -46,16 +47,17 @@ def test_some_families_slide_over_contexts_longer_than_their_window():
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tree_logits_are_those_of_each_path_alone(family, context, monkeypatch):
+def test_tree_logits_are_those_of_each_path_alone(family, context):
     """Two rows of different length, prefilled in chunks; every node against a plain forward of context and path."""
-    monkeypatch.setattr("medusa.infer.decode.PREFILL_CHUNK", 6)
     base, stock = base_of(family), stock_of(family)
     tree = DraftTree.cartesian([3, 2, 1, 2])
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in CONTEXTS[context]]
     state = DecodeState.empty(base, RootDrafter(), max_rows=len(prompts), capacity=64 + tree.num_nodes)
-    for prompt in prompts:
-        prefill(base, state, prompt)
+    for row, prompt in enumerate(prompts):
+        for start in range(0, len(prompt), 6):
+            hidden = prefill(base, state, row, prompt[start : start + 6])
+        state.append(torch.tensor([0]), hidden[-1:])
     tokens = torch.randint(3, VOCAB_SIZE, (len(prompts), tree.num_nodes), generator=generator)
     with torch.inference_mode():
         positions = state.cache.lengths[state.rows, None] + tree.depth
@@ -171,15 +173,19 @@ def random_heads(base, seed, scale=1.0):
 
 
 CURVE = {1: 1.0, 8: 1.2, 16: 1.5, 32: 2.5}
+
+
+def adaptive(inner, propose_seconds=0.05):
+    return AdaptiveDrafter(inner, AdaptiveBudget(StepLatency(CURVE, propose_seconds)))
+
+
 DRAFTERS = {
     "dynamic": lambda heads: DynamicTreeDrafter(heads, 12),
-    "dynamic, adaptive": lambda heads: AdaptiveDrafter(DynamicTreeDrafter(heads, 16), AdaptiveBudget(CURVE, 0.05)),
-    "dynamic, lookup, adaptive": lambda heads: AdaptiveDrafter(
-        LookupDrafter(DynamicTreeDrafter(heads, 16), max_nodes=16), AdaptiveBudget(CURVE, 0.05)
-    ),
+    "dynamic, adaptive": lambda heads: adaptive(DynamicTreeDrafter(heads, 16)),
+    "dynamic, lookup, adaptive": lambda heads: adaptive(LookupDrafter(DynamicTreeDrafter(heads, 16), max_nodes=16)),
     "dynamic, lookup": lambda heads: LookupDrafter(DynamicTreeDrafter(heads, 12), max_nodes=12),
     "static, lookup": lambda heads: LookupDrafter(StaticTreeDrafter(heads, DraftTree.cartesian([2, 2]))),
-    "lookup, adaptive": lambda heads: AdaptiveDrafter(LookupDrafter(), AdaptiveBudget(CURVE)),
+    "lookup, adaptive": lambda heads: adaptive(LookupDrafter(), 0.0),
 }
 # Phrases over and over, so that lookup has branches; the number says which prompts are short and which are long.
 REPETITIVE = st.lists(
