@@ -151,6 +151,7 @@ def test_errors_are_shown_and_announced(page):
 
 
 def test_by_keyboard_alone_and_with_names_for_everything(page):
+    page.reload()
     for _ in range(3):
         page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "prompt"
