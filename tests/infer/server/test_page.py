@@ -19,6 +19,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 @pytest.fixture(scope="module")
 def browser():
+    if CHROMIUM is None and os.environ.get("MEDUSA_NEEDS_BROWSER"):
+        pytest.fail("no chromium here, and MEDUSA_NEEDS_BROWSER is set")
     if CHROMIUM is None:
         pytest.skip("no chromium here; apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright here; pip install playwright")
