@@ -98,8 +98,8 @@ class Chat:
         ended = {"abort": ", stopped", "length": ", cut off by --max-new-tokens"}.get(request.finish_reason or "", "")
         self.console.print()
         self.console.print(
-            f"{stats.num_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, {stats.mean_acceptance_length:.2f} per "
-            f"step, {request.num_cached_tokens} of {len(request.prompt_ids)} prompt tokens known already{ended}",
+            f"{stats.num_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+            f"{stats.mean_acceptance_length:.2f} per step, {request.num_cached_tokens} of {len(request.prompt_ids)} prompt tokens known already{ended}",
             style="dim",
             highlight=False,
         )
