@@ -94,15 +94,15 @@ class Chat:
         )
 
     def _show_statistics(self, request: Request) -> None:
-        stats = request.stats
+        stats, num_prompt = request.stats, len(request.prompt_ids)
         ended = {"abort": ", stopped", "length": ", cut off by --max-new-tokens"}.get(request.finish_reason or "", "")
-        self.console.print()
-        self.console.print(
+        line = (
             f"{stats.num_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, "
-            f"{stats.mean_acceptance_length:.2f} per step, {request.num_cached_tokens} of {len(request.prompt_ids)} prompt tokens known already{ended}",
-            style="dim",
-            highlight=False,
+            f"{stats.mean_acceptance_length:.2f} per step, "
+            f"{request.num_cached_tokens} of {num_prompt} prompt tokens known already{ended}"
         )
+        self.console.print()
+        self.console.print(line, style="dim", highlight=False)
 
 
 def run_chat(chat: Chat, read_line: Callable[[], str]) -> None:

@@ -29,6 +29,7 @@ from .text_codec import TextCodec
 from .tools import FORMATS, detect_format
 
 DEFAULT_MAX_MODEL_LEN = 8192
+KEEP_ALIVE_S = 75  # idle connections; longer than clients and proxies keep theirs, so that these end them
 LAST_RESPONSES_S = 5  # for responses that are complete to reach their clients
 
 
@@ -139,6 +140,7 @@ def make_server(context: ServerContext, app: FastAPI, options: ServeOptions) -> 
         server_header=False,
         lifespan="off",
         ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_RESPONSES_S,
     )
     return DrainingServer(config, context, options.drain_timeout_s)
