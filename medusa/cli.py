@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import __version__
+from .cli_chat import chat
 from .cli_inspect import app as inspect_app
 from .cli_interop import export_command, import_command
 from .cli_options import (
@@ -63,6 +64,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(inspect_app, name="inspect")
+app.command()(chat)
 app.command()(serve)
 app.command("export")(export_command)
 app.command("import")(import_command)

@@ -35,6 +35,8 @@ for name in ("medusa", "medusa.train", "medusa.infer", "medusa.train.config", "m
     assert path.startswith(os.environ["SITE"]), f"{name} came from {path}, not from the wheel"
 tops = {file.parts[0] for file in files("medusa-decoding")} - {"..", "__pycache__"}
 assert {top for top in tops if not top.endswith(".dist-info")} == {"medusa"}, f"the wheel installs {tops}"
-assert any(str(file) == "medusa/py.typed" for file in files("medusa-decoding"))
+installed = set(map(str, files("medusa-decoding")))
+for needed in ("medusa/py.typed", "medusa/infer/server/app.py", "medusa/infer/server/playground/index.html"):
+    assert needed in installed, f"the wheel has no {needed}"
 print(f"wheel of medusa-decoding {version('medusa-decoding')}: works from a folder with decoys, installs `medusa` only")
 PY

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from ..logprobs import TokenLogprob
 from ..request import Piece, Request
 from ..service import Finished
 from .answers import Head, count_tokens, last_chunk_fields, metrics_fields, new_answers, usage_of, usage_so_far
@@ -189,7 +190,8 @@ class Completion:
         text = (echo or "") + (event.text if isinstance(event, Piece) else "")
         if writer.logprobs is None or not isinstance(event, Piece):
             return text, None
-        tokens, ids = list(event.logprobs or []), list(event.token_ids)
+        tokens: list[TokenLogprob | None] = [*(event.logprobs or [])]
+        ids = event.token_ids
         if echo is not None:
             tokens = [*writer.request.prompt_token_logprobs, *tokens]
             ids = [*writer.request.prompt_ids, *ids]

@@ -16,7 +16,7 @@ from .errors import bad_request
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # Small models otherwise write whitespace without end; an indentation of many levels still fits.
-_COMPILE_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,16}"}
+_COMPILE_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,16}"}
 
 
 class GrammarCompiler:

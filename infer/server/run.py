@@ -29,6 +29,7 @@ from .text_codec import TextCodec
 from .tools import FORMATS, detect_format
 
 DEFAULT_MAX_MODEL_LEN = 8192
+KEEP_ALIVE_S = 75  # idle connections; longer than clients and proxies keep theirs, so that these end them
 LAST_RESPONSES_S = 5  # for responses that are complete to reach their clients
 
 
@@ -96,35 +97,35 @@ def make_context(model: MedusaModel, options: ServeOptions) -> ServerContext:
 
 class DrainingServer(uvicorn.Server):
     """The first SIGTERM or SIGINT: no more requests are taken (503), those that run may finish within the drain time,
-    the rest are told; then the process ends with status 0. The second: it ends at once. A dead engine: status 1."""
+    the rest are told. The second: those that run are told at once. Then the process ends with status 0. A dead engine
+    ends it with status 1."""
 
     def __init__(self, config: uvicorn.Config, context: ServerContext, drain_timeout_s: float) -> None:
         super().__init__(config)
         self._context, self._drain_timeout_s = context, drain_timeout_s
-        self._drain: asyncio.Task[None] | None = None
         self._num_signals = 0
+        self._drains: list[asyncio.Task[None]] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
-        if self._num_signals > 1:
-            self.should_exit = self.force_exit = True
 
     def stop(self) -> None:
         """As the first signal does."""
         self._num_signals = max(1, self._num_signals)
 
     async def on_tick(self, counter: int) -> bool:
-        if self._num_signals and self._drain is None:
-            self._drain = asyncio.create_task(self._finish())
+        if self._num_signals > len(self._drains):
+            timeout_s = 0 if self._drains else self._drain_timeout_s
+            self._drains.append(asyncio.create_task(self._drain(timeout_s)))
         if not self._context.service.alive and not self.should_exit:
             log("the engine has died; shutting down", logging.CRITICAL)
             self.should_exit = True
         return await super().on_tick(counter)
 
-    async def _finish(self) -> None:
+    async def _drain(self, timeout_s: float) -> None:
         self._context.is_draining = True
-        log("draining", timeout_s=self._drain_timeout_s)
-        complete = await asyncio.to_thread(self._context.service.drain, self._drain_timeout_s)
+        log("draining", timeout_s=timeout_s)
+        complete = await asyncio.to_thread(self._context.service.drain, timeout_s)
         log("drained", all_finished=complete)
         self.should_exit = True
 
@@ -139,6 +140,7 @@ def make_server(context: ServerContext, app: FastAPI, options: ServeOptions) -> 
         server_header=False,
         lifespan="off",
         ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_RESPONSES_S,
     )
     return DrainingServer(config, context, options.drain_timeout_s)

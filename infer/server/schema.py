@@ -54,31 +54,31 @@ class MedusaOptions(Strict):
     speculate: bool = True
     marks: bool = False
     statistics: bool = False
-    timeout_s: float | None = Field(None, gt=0)
+    timeout_s: float | None = Field(default=None, gt=0)
 
 
 class GenerationBody(Body):
     """What chat and plain completions share. null means the default."""
 
     model: str | None = None
-    temperature: float | None = Field(None, ge=0, le=100, description="0: greedy; default 1.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31, description="-1 or 0: all tokens.")
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    temperature: float | None = Field(default=None, ge=0, le=100, description="0: greedy; default 1.")
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="-1 or 0: all tokens.")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    n: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
+    n: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    return_token_ids: bool | None = Field(None, description="Give the ids of prompt and answer, too.")
+    return_token_ids: bool | None = Field(default=None, description="Give the ids of prompt and answer, too.")
     user: str | None = None
     medusa: MedusaOptions | None = None
 
@@ -86,7 +86,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool | None = None
 
 
@@ -139,9 +139,9 @@ class NamedToolChoice(Strict):
 
 class ChatBody(GenerationBody):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=0)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None

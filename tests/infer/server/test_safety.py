@@ -10,13 +10,13 @@ import warnings
 
 import pytest
 
+from medusa.infer.server import run
 from medusa.infer.server.auth import ApiKeys, load_keys
 from medusa.infer.server.errors import ApiError
 from medusa.infer.server.gate import Gate
 from medusa.infer.server.limits import Limits
 from medusa.infer.server.metrics import Metrics
 from medusa.infer.server.request_log import LOGGER, _Lines, request_id
-from medusa.infer.server.run import _is_loopback
 from serving import KEY, serving
 
 OTHER = "another-key-also-long"
@@ -167,5 +167,22 @@ def test_logs_have_the_request_and_never_what_was_said(locked, caplog):
 
 
 def test_loopback_is_told_from_the_world():
-    assert all(map(_is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
-    assert not any(map(_is_loopback, ("0.0.0.0", "::", "192.168.0.1", "example.org")))
+    assert all(map(run._is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "localhost")))
+    assert not any(map(run._is_loopback, ("0.0.0.0", "::", "192.168.0.1", "example.org")))
+
+
+def test_an_open_server_is_warned_about(monkeypatch):
+    class Reached(Exception):
+        pass
+
+    def stop(*arguments):
+        raise Reached
+
+    monkeypatch.setattr(run, "make_context", stop)
+    with pytest.warns(UserWarning, match="listening on 0.0.0.0 without an API key"), pytest.raises(Reached):
+        run.serve(None, run.ServeOptions(host="0.0.0.0"), ApiKeys())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for host, keys in (("0.0.0.0", ApiKeys([KEY])), ("127.0.0.1", ApiKeys())):
+            with pytest.raises(Reached):
+                run.serve(None, run.ServeOptions(host=host), keys)

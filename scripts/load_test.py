@@ -1,0 +1,316 @@
+"""Load on a running `medusa serve`, from this machine only and bounded: a soak, throughput, fairness, and an end.
+
+    medusa serve --heads runs/quickstart/heads --port 8000 --max-rows 16 --max-waiting 64 &
+    python scripts/load_test.py soak       --url http://127.0.0.1:8000 --heads runs/quickstart/heads
+    python scripts/load_test.py throughput --url http://127.0.0.1:8000
+    python scripts/load_test.py fairness   --url http://127.0.0.1:8000
+    python scripts/load_test.py term       --url http://127.0.0.1:8000 --pid $!
+
+soak: requests of mixed lengths, some of whose clients leave and some malformed; every completed greedy answer must be
+the one that `medusa.infer.generate` gives (ties of the base's own logits are counted apart), no status may be 5xx, and
+the server must be idle afterwards. The others print what they measured. Exit status 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+TIMEOUT_S = 600
+MALFORMED: list[Any] = [
+    {"prompt": ""},
+    {"prompt": "x", "temperature": -1},
+    {"prompt": "x", "max_tokens": 10**7},
+    {"prompt": "x", "suffix": "y"},
+    {"prompt": [[-1]]},
+    [],
+    "text",
+]
+TOPICS = ("the sea", "a small dog", "how bread is made", "the number seven", "winter", "a letter to a friend")
+
+
+@dataclass
+class Soak:
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    statuses: Counter[int] = field(default_factory=Counter)
+    num_left: int = 0
+
+
+def main() -> int:
+    options = parse()
+    check_loopback(options.url)
+    return int(asyncio.run(TASKS[options.task](options)))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server; loopback only")
+    parser.add_argument("--heads", help="soak: heads directory, to compute the answers offline")
+    parser.add_argument("--base", help="soak: base model, where it is not as the heads name it")
+    parser.add_argument("--requests", type=int, default=2000, help="soak: how many, at most 20,000")
+    parser.add_argument("--concurrency", type=int, default=16, help="soak and term: clients at once, at most 64")
+    parser.add_argument("--max-tokens", type=int, default=48, help="longest answer")
+    parser.add_argument("--prompt-tokens", type=int, default=4000, help="fairness: length of the long prompt")
+    parser.add_argument("--levels", default="1,4,8,16", help="throughput: clients at once")
+    parser.add_argument("--rounds", type=int, default=3, help="throughput: speculation on and off take turns so often")
+    parser.add_argument("--pid", type=int, help="term: the server's process; soak: to read its memory")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.requests, options.concurrency = min(options.requests, 20_000), min(options.concurrency, 64)
+    return options
+
+
+def check_loopback(url: str) -> None:
+    host = urlsplit(url).hostname or ""
+    if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
+        sys.exit(f"error: got {host}, expected a loopback address; this script makes load, which nobody else may get")
+
+
+def client(options: argparse.Namespace) -> httpx.AsyncClient:
+    key = os.environ.get("MEDUSA_API_KEYS", "").split(",")[0]
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=80, max_keepalive_connections=80)
+    return httpx.AsyncClient(base_url=options.url, timeout=TIMEOUT_S, headers=headers, limits=limits)
+
+
+def prompt_of(number: int, rng: random.Random) -> str:
+    return f"{number}. Tell me about {rng.choice(TOPICS)}. " * rng.choice((1, 1, 2, 4))
+
+
+async def soak(options: argparse.Namespace) -> int:
+    rng, result = random.Random(options.seed), Soak()
+    bodies = [
+        {"prompt": prompt_of(n, rng), "max_tokens": rng.randint(1, options.max_tokens), "temperature": 0}
+        for n in range(options.requests)
+    ]
+    fates = [rng.choices(("stay", "leave", "malformed"), (0.75, 0.2, 0.05))[0] for _ in bodies]
+    delays = [rng.expovariate(1 / 0.3) for _ in bodies]
+    gate, start = asyncio.Semaphore(options.concurrency), time.perf_counter()
+    async with client(options) as http:
+        before = await gauges(http, options.pid)
+
+        async def one(n: int) -> None:
+            async with gate:
+                await send(http, n, bodies[n], fates[n], delays[n], result)
+
+        await asyncio.gather(*(one(n) for n in range(len(bodies))))
+        seconds = time.perf_counter() - start
+        after = await wait_idle(http, options.pid)
+    print(
+        f"{len(bodies)} requests in {seconds:.0f} s: statuses {dict(result.statuses)}, {result.num_left} clients left"
+    )
+    print(f"before {before}\nafter  {after}")
+    different, ties = compare(options, bodies, result.answers) if options.heads else (0, 0)
+    print(f"answers: {len(result.answers)} complete, {different} differ from the offline ones, {ties} ties")
+    failed = different or any(status >= 500 for status in result.statuses) or after["running"] or after["kv"]
+    return 1 if failed else 0
+
+
+async def send(http: httpx.AsyncClient, n: int, body: Any, fate: str, delay: float, result: Soak) -> None:
+    if fate == "malformed":
+        response = await http.post("/v1/completions", json=MALFORMED[n % len(MALFORMED)])
+        result.statuses[response.status_code] += 1
+        return
+    try:
+        work = stream(http, body) if n % 2 else whole(http, body)
+        status, token_ids = await asyncio.wait_for(work, delay if fate == "leave" else None)
+    except asyncio.TimeoutError:
+        result.num_left += 1
+        return
+    result.statuses[status] += 1
+    if token_ids is not None:
+        result.answers[n] = token_ids
+
+
+async def whole(http: httpx.AsyncClient, body: Any) -> tuple[int, list[int] | None]:
+    body = body | {"return_token_ids": True}
+    while (response := await http.post("/v1/completions", json=body)).status_code == 429:
+        await asyncio.sleep(float(response.headers["Retry-After"]) / 10)
+    return response.status_code, response.json()["choices"][0]["token_ids"] if response.status_code == 200 else None
+
+
+async def stream(http: httpx.AsyncClient, body: Any) -> tuple[int, list[int] | None]:
+    token_ids: list[int] = []
+    body = body | {"return_token_ids": True, "stream": True}
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            return response.status_code, None
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return int(event["error"]["code"]), None
+                for choice in event["choices"]:
+                    token_ids += choice.get("token_ids", [])
+    return 200, token_ids
+
+
+def compare(options: argparse.Namespace, bodies: list[Any], answers: dict[int, list[int]]) -> tuple[int, int]:
+    """(answers that differ, of which no tie is the cause; ties)."""
+    from medusa.infer import generate
+    from medusa.infer.methods import StockModel
+    from medusa.infer.ties import TIE_GAP, first_difference
+    from medusa.model import MedusaModel
+
+    model = MedusaModel.from_pretrained(options.heads, base=options.base)
+    stock, different, ties = None, 0, 0
+    for n, token_ids in sorted(answers.items()):
+        [offline] = generate(model, [bodies[n]["prompt"]], raw=True, max_new_tokens=bodies[n]["max_tokens"])
+        if offline.token_ids == token_ids:
+            continue
+        stock = stock or StockModel.load(model.base, model.adapter)
+        prompt = model.base.tokenizer(bodies[n]["prompt"]).input_ids
+        place = first_difference(token_ids, offline.token_ids)
+        is_tie = stock.top_two_gap(prompt + offline.token_ids[:place]) < TIE_GAP
+        different, ties = different + (not is_tie), ties + is_tie
+        if not is_tie:
+            print(f"request {n}: got {token_ids}, expected {offline.token_ids}")
+    return different, ties
+
+
+async def gauges(http: httpx.AsyncClient, pid: int | None) -> dict[str, float]:
+    text = (await http.get("/metrics")).text
+
+    def value(name: str) -> float:
+        match = re.search(rf"^medusa:{name}\{{[^}}]*\}} (\S+)$", text, flags=re.MULTILINE)
+        return float(match[1]) if match else 0.0
+
+    result = {
+        "running": value("num_requests_running"),
+        "waiting": value("num_requests_waiting"),
+        "kv": value("kv_cache_usage_perc"),
+        "prefix_cache_mb": value("prefix_cache_bytes") / 2**20,
+    }
+    status = Path(f"/proc/{pid}/status")
+    if pid and status.exists():
+        resident = re.search(r"VmRSS:\s+(\d+) kB", status.read_text())
+        result["resident_mb"] = int(resident[1]) / 1024 if resident else 0.0
+    return result
+
+
+async def wait_idle(http: httpx.AsyncClient, pid: int | None) -> dict[str, float]:
+    for _ in range(100):
+        found = await gauges(http, pid)
+        if not found["running"] and not found["waiting"]:
+            break
+        await asyncio.sleep(0.1)
+    return found
+
+
+async def throughput(options: argparse.Namespace) -> int:
+    """Tokens/s of all clients together. On and off take turns, so that a drift of the machine falls on both."""
+    failed = False
+    async with client(options) as http:
+        await burst(http, options, 1, True, 0)  # warm
+        for level in map(int, options.levels.split(",")):
+            speeds: dict[bool, list[float]] = {True: [], False: []}
+            for turn in range(options.rounds):
+                for speculate in (True, False) if turn % 2 else (False, True):
+                    speeds[speculate].append(await burst(http, options, level, speculate, turn))
+            on, off = (statistics.median(speeds[speculate]) for speculate in (True, False))
+            print(f"concurrency {level:>2}: on {on:7.1f} tokens/s, off {off:7.1f}, ratio {on / off:.2f}", flush=True)
+            failed |= on / off < (1.4 if level == 1 else 0.98)
+    return 1 if failed else 0
+
+
+async def burst(http: httpx.AsyncClient, options: argparse.Namespace, level: int, speculate: bool, turn: int) -> float:
+    """`level` chats at once, one answer each; other prompts in each turn, the same for on and off."""
+    rng = random.Random(f"{options.seed} {level} {turn}")
+
+    def body(n: int) -> dict[str, Any]:
+        messages = [{"role": "user", "content": f"Tell me about {rng.choice(TOPICS)}, in your own words ({n})."}]
+        fields = {"messages": messages, "max_tokens": options.max_tokens, "temperature": 0}
+        return fields | {"medusa": {"speculate": speculate}}
+
+    bodies, start = [body(n) for n in range(level)], time.perf_counter()
+    responses = await asyncio.gather(*(http.post("/v1/chat/completions", json=fields) for fields in bodies))
+    seconds = time.perf_counter() - start
+    return float(sum(response.json()["usage"]["completion_tokens"] for response in responses)) / seconds
+
+
+async def fairness(options: argparse.Namespace) -> int:
+    """Time to first token of a short request: alone, and while a long prompt is being computed."""
+    async with client(options) as http:
+        ids = (await http.post("/tokenize", json={"prompt": "Hello there."})).json()["tokens"]
+        await first_token(http, {"prompt": ids, "max_tokens": 1})
+        alone = await first_token(http, {"prompt": [*ids, *ids], "max_tokens": 1})
+        rng = random.Random(options.seed)
+        long = {"prompt": [rng.choice(ids) for _ in range(options.prompt_tokens)], "max_tokens": 1}
+        start = time.perf_counter()
+        slow = asyncio.create_task(first_token(http, long))
+        await asyncio.sleep(0.3)
+        short = await first_token(http, {"prompt": [*ids[::-1], *ids], "max_tokens": 1})
+        await slow
+        seconds = time.perf_counter() - start
+    chunks = max(1, options.prompt_tokens // 256)
+    print(f"first token of a short request: {1000 * alone:.0f} ms alone, {1000 * short:.0f} ms beside a long prompt")
+    chunk_ms = 1000 * seconds / chunks
+    print(f"the long one: {options.prompt_tokens} tokens in {seconds:.2f} s, about {chunk_ms:.0f} ms a chunk")
+    return 0 if short < 3 * seconds / chunks + alone else 1
+
+
+async def first_token(http: httpx.AsyncClient, body: dict[str, Any]) -> float:
+    start = time.perf_counter()
+    async with http.stream("POST", "/v1/completions", json=body | {"stream": True, "temperature": 0}) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                return time.perf_counter() - start
+    raise RuntimeError("the stream ended without a token")
+
+
+async def term(options: argparse.Namespace) -> int:
+    """SIGTERM under load: every accepted request must be finished or told, and the process must be gone."""
+    if not options.pid:
+        sys.exit("error: got no --pid, expected the server's process")
+    outcomes: Counter[str] = Counter()
+    async with client(options) as http:
+
+        async def one(n: int) -> None:
+            body = {"prompt": f"Story {n}:", "max_tokens": options.max_tokens, "temperature": 0, "ignore_eos": True}
+            try:
+                outcomes[str((await http.post("/v1/completions", json=body)).status_code)] += 1
+            except httpx.TransportError:
+                outcomes["no answer"] += 1
+
+        jobs = [asyncio.create_task(one(n)) for n in range(options.concurrency)]
+        await asyncio.sleep(1)
+        start = time.perf_counter()
+        os.kill(options.pid, signal.SIGTERM)
+        await asyncio.gather(*jobs)
+    while time.perf_counter() - start < 120 and is_running(options.pid):
+        await asyncio.sleep(0.1)
+    gone = not is_running(options.pid)
+    seconds = time.perf_counter() - start
+    print(f"answers {dict(outcomes)}; the process {'ended' if gone else 'runs on'} after {seconds:.1f} s")
+    return 0 if gone and set(outcomes) <= {"200", "503"} else 1
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+TASKS = {"soak": soak, "throughput": throughput, "fairness": fairness, "term": term}
+
+if __name__ == "__main__":
+    sys.exit(main())
