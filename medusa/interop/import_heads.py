@@ -73,7 +73,7 @@ def check_whole_model(files: TensorFiles, names: list[str], base: BaseModel) -> 
     if names and not common:
         raise ValueError(f"{files.folder}: got a model with other tensors ({names[0]}) than the base {base.name!r} has")
     for name in common:
-        theirs, ours = files.floats(name), parameters[name]
+        theirs, ours = files.view(name), parameters[name]
         if theirs.shape != ours.shape or not torch.equal(theirs[:1].to(ours.dtype), ours[:1]):
             raise ValueError(
                 f"{files.folder}: got a model with heads whose own {name} is not that of the base {base.name!r}, "

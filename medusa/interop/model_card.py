@@ -64,7 +64,7 @@ def training_facts(folder: Path) -> list[str]:
     facts = []
     data, optim = config.get("data"), config.get("optim")
     if isinstance(data, dict) and (path := data.get("path") or data.get("sources")):
-        facts.append(f"data: `{json.dumps(path, default=str)}`")
+        facts.append(f"data: `{path if isinstance(path, str) else json.dumps(path, default=str)}`")
     if isinstance(optim, dict):
         said = [f"{name} {optim[name]}" for name in ("lr", "batch_size", "epochs") if optim.get(name) is not None]
         facts.append(f"recipe: {', '.join(said)}")

@@ -73,18 +73,23 @@ class TensorFiles:
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
 
-    def raw(self, name: str) -> Tensor:
-        """As it is in the file, in memory of its own."""
+    def view(self, name: str) -> Tensor:
+        """As it is in the file, unchecked; may be mapped from there, so that a few values of it cost no more."""
         path = self.files[name]
-        if path.suffix == ".safetensors":
-            with _opened(path) as file:
-                tensor: Tensor = file.get_tensor(name)
-        else:
-            tensor = self.pickled[name]
+        if path.suffix != ".safetensors":
+            return self.pickled[name]
+        with _opened(path) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def raw(self, name: str) -> Tensor:
+        """A plain tensor of any type, in memory of its own. Raises ValueError for other kinds."""
+        tensor = self.view(name)
         is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
         if not is_plain or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise ValueError(
-                f"{path}: got tensor {name} sparse, quantized, repeated or without data, expected a plain one; {AGAIN}"
+                f"{self.files[name]}: got tensor {name} sparse, quantized, repeated or without data, expected a plain "
+                f"one; {AGAIN}"
             )
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 

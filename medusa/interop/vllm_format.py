@@ -21,7 +21,9 @@ from .tensor_files import TensorFiles
 class VllmEngine(Engine):
     name = "vllm"
     title = "vLLM's medusa method"
-    versions = "vLLM 0.18 to 0.32 (read in their sources; 0.33 dropped the method: use the custom class there)"
+    versions = (
+        "vLLM 0.18 to 0.32 (0.32.0 was run, the others read; 0.33 dropped the method: use the custom class there)"
+    )
 
     def write(self, source: Source, folder: Path) -> list[str]:
         plain, config = source.plain(), source.config

@@ -212,6 +212,21 @@ def test_another_base_is_warned_of(tmp_path, base):
         proposer.load_model(Target(other))
 
 
+def test_a_quantized_base_is_warned_of_but_drafted_for(tmp_path, base):
+    from safetensors.torch import load_file, save_file
+
+    proposer = MedusaProposer(settings(base, write_heads(tmp_path / "heads", base)))
+    folder = save_tiny_base(tmp_path / "quantized")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name.replace("weight", "qweight")] = tensors.pop(name).to(torch.int32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    proposer.model_config.model = str(folder)
+    with pytest.warns(UserWarning, match="is not, or not known to be"):
+        proposer.load_model(Target(base))
+    assert torch.equal(proposer.heads.lm_head_weight, base.lm_head_weight)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_base_is_recognised_by_its_files(tmp_path, family, tied, recwarn):
