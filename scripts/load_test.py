@@ -102,7 +102,7 @@ async def soak(options: argparse.Namespace) -> int:
         for n in range(options.requests)
     ]
     fates = [rng.choices(("stay", "leave", "malformed"), (0.75, 0.2, 0.05))[0] for _ in bodies]
-    delays = [rng.expovariate(1 / 0.3) for _ in bodies]
+    delays = [rng.expovariate(1 / 0.15) for _ in bodies]
     gate, start = asyncio.Semaphore(options.concurrency), time.perf_counter()
     async with client(options) as http:
         before = await gauges(http, options.pid)
@@ -256,7 +256,7 @@ async def fairness(options: argparse.Namespace) -> int:
         long = {"prompt": [rng.choice(ids) for _ in range(options.prompt_tokens)], "max_tokens": 1}
         start = time.perf_counter()
         slow = asyncio.create_task(first_token(http, long))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.1)
         short = await first_token(http, {"prompt": [*ids[::-1], *ids], "max_tokens": 1})
         await slow
         seconds = time.perf_counter() - start
