@@ -83,6 +83,8 @@ def generate_with_heads(
     _check_settings(config)
     limit = _limit(model, generation_config, arguments, config, prompts.shape[1])
     folder = find_heads(heads, revision=revision, token=token)
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(f"custom_generate: got no {WEIGHTS_FILE} in {folder}, expected heads there; pass heads=DIR")
     rows = _rows(prompts, attention_mask, config.num_return_sequences or 1)
     with borrowed(model, tokenizer) as base:
         requests = [_request(base, row, limit, config, tokenizer, logits_processor) for row in rows]

@@ -156,3 +156,5 @@ def test_heads_may_lie_elsewhere(model, exported, tmp_path):
     moved = shutil.copytree(exported, tmp_path / "moved")
     given = {"max_new_tokens": 6, "do_sample": False, "custom_generate": exported, "trust_remote_code": True}
     assert torch.equal(model.generate(prompt(), heads=str(moved), **given), model.generate(prompt(), **given))
+    with pytest.raises(ValueError, match="got no heads.safetensors in .*; pass heads=DIR"):
+        model.generate(prompt(), heads=str(tmp_path), **given)
