@@ -41,7 +41,7 @@ def serve(
     max_rows: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 8,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more are answered 429.")] = 128,
     max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of prompt and answer; default: the model's, at most 8192.")
+        int | None, typer.Option(min=2, help="Tokens of prompt and answer; default: the model's, at most 4096.")
     ] = None,
     prefill_chunk: Annotated[
         int, typer.Option(min=1, help="Prompt tokens a step, so that long prompts hold nobody up.")

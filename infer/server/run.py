@@ -17,6 +17,7 @@ from medusa.model import MedusaModel
 
 from ..engine import Engine
 from ..prefix_cache import PREFIX_CACHE_BYTES
+from ..request import Request
 from ..service import EngineService
 from .app import create_app
 from .auth import ApiKeys
@@ -28,7 +29,7 @@ from .request_log import log
 from .text_codec import TextCodec
 from .tools import FORMATS, detect_format
 
-DEFAULT_MAX_MODEL_LEN = 8192
+DEFAULT_MAX_MODEL_LEN = 4096  # the cache is made for so many tokens a row, at once
 KEEP_ALIVE_S = 75  # idle connections; longer than clients and proxies keep theirs, so that these end them
 LAST_RESPONSES_S = 5  # for responses that are complete to reach their clients
 
@@ -36,7 +37,7 @@ LAST_RESPONSES_S = 5  # for responses that are complete to reach their clients
 @dataclass(frozen=True)
 class ServeOptions:
     """model_name: as clients call it; None for the base model's own. max_rows: sequences decoded together. max_waiting:
-    requests in the queue. max_model_len: None for the model's own, at most 8192. tool_format: a name of
+    requests in the queue. max_model_len: None for the model's own, at most 4096. tool_format: a name of
     `tools.FORMATS`, or None to tell by the tokenizer. Times in seconds."""
 
     host: str = "127.0.0.1"
@@ -91,8 +92,15 @@ def make_context(model: MedusaModel, options: ServeOptions) -> ServerContext:
         metrics=metrics,
         model_id=name,
     )
+    _warm_up(engine)
     service.start()
     return context
+
+
+def _warm_up(engine: Engine) -> None:
+    """The first forward makes the cache, gigabytes that are filled with zeros: before a client waits for it."""
+    for _ in engine.run([Request([0], 2, frozenset(), engine.base_model.tokenizer)]):
+        pass
 
 
 class DrainingServer(uvicorn.Server):
