@@ -26,7 +26,7 @@ PRIOR = 2.0  # tokens by which a ratio of 1 is believed at first
 MAX_RATIO = 1.5
 PATIENCE = 3  # steps that do not pay before proposing pauses
 MAX_PAUSE = 32  # steps
-BATCH_GAIN, FIRST_BATCH_PAUSE, MAX_BATCH_PAUSE = 1.1, 4, 64  # several rows: the least gain that counts, steps
+BATCH_GAIN, FIRST_BATCH_PAUSE, MAX_BATCH_PAUSE = 1.1, 16, 128  # several rows: the least gain that counts, steps
 
 
 @dataclass

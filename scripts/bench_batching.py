@@ -4,6 +4,7 @@
 
 Two engines answer the same prompts, greedily, keeping the same number of requests in flight; one drafts as is the
 heads' default, one drafts nothing. They take turns step by step, so that a drift of the machine's speed falls on both.
+Steps with an empty place do not count: once no request waits any more, rows that drafted well leave early.
 The heads directory needs the `tree.json` that `medusa calibrate` writes.
 """
 
@@ -34,15 +35,16 @@ WARM_UP_TOKENS = 4
 
 @dataclass
 class Arm:
-    """One engine with its requests, and the seconds that its steps took."""
+    """One engine with its requests, and what its steps with every place taken gave and took."""
 
     engine: Engine
     requests: list[Request]
+    num_tokens: int = 0
     seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(len(request.token_ids) for request in self.requests) / self.seconds
+        return self.num_tokens / self.seconds
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -50,9 +52,12 @@ class Arm:
         return sum(request.stats.num_tokens - 1 for request in self.requests) / steps
 
     def step(self) -> None:
+        num_places = len(self.engine.waiting) + len(self.engine.running) + len(self.engine.admissions)
         start = time.perf_counter()
-        self.engine.step()
-        self.seconds += time.perf_counter() - start
+        pieces = self.engine.step()
+        if num_places >= self.engine.max_rows:
+            self.seconds += time.perf_counter() - start
+            self.num_tokens += sum(len(piece.token_ids) for _, piece in pieces)
 
 
 def main() -> None:

@@ -192,7 +192,7 @@ def test_batches_pause_at_once_and_start_again_at_once():
     for _ in range(7):
         pause.count_gain(1.05)
         pauses.append(pause.pause)
-    assert pauses == [4, 8, 16, 32, 64, 64, 64], "a little gain is none"
+    assert pauses == [16, 32, 64, 128, 128, 128, 128], "a little gain is none"
     pause.count_gain(1.2)
     assert pause == BatchPause()
 
