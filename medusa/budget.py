@@ -26,46 +26,35 @@ PRIOR = 2.0  # tokens by which a ratio of 1 is believed at first
 MAX_RATIO = 1.5
 PATIENCE = 3  # steps that do not pay before proposing pauses
 MAX_PAUSE = 32  # steps
+BATCH_GAIN, FIRST_BATCH_PAUSE, MAX_BATCH_PAUSE = 1.1, 4, 64  # several rows: the least gain that counts, steps
 
 
 @dataclass
-class Pause:
-    """Steps in which nothing is proposed, `pause` of them to come."""
+class BatchPause:
+    """Steps in which nothing is proposed for batches of about one size, `pause` of them to come.
 
-    num_unpaid: int = 0
+    Rows together say at once whether proposing pays, so it pauses at once and longer, and starts again at once.
+    """
+
     pause: int = 0
     last_pause: int = 0
 
-    def count_gain(self, pays: bool) -> None:
-        """After a choice: pauses of 1, 2, 4, ... steps while proposing keeps not paying."""
-        if pays:
-            self.num_unpaid = self.pause = 0
-        elif self.num_unpaid < PATIENCE - 1:
-            self.num_unpaid += 1
-        else:
-            self._rest()
-
-    def _rest(self) -> None:
-        self.pause = self.last_pause = min(max(1, 2 * self.last_pause), MAX_PAUSE)
+    def count_gain(self, gain: float) -> None:
+        """After a choice. A little gain is none: what was measured, and what rows promise, is not so exact."""
+        longer = min(max(FIRST_BATCH_PAUSE, 2 * self.last_pause), MAX_BATCH_PAUSE)
+        self.pause = self.last_pause = 0 if gain > BATCH_GAIN else longer
 
 
 @dataclass
-class BatchPause(Pause):
-    """The same for batches of one size. What rows together promise has been scaled by what each of them keeps, so it
-    is believed at once."""
-
-    def count_gain(self, pays: bool) -> None:
-        super().count_gain(pays)
-        if pays:
-            self.last_pause = 0
-
-
-@dataclass
-class RowRecord(Pause):
-    """How one row's drafts went. Sums of accepted and of expected draft tokens, older steps counting less."""
+class RowRecord:
+    """How one row's drafts went. Sums of accepted and of expected draft tokens, older steps counting less. pause: steps
+    to come in which nothing is proposed for it when it is alone."""
 
     accepted: float = 0.0
     expected: float = 0.0
+    num_unpaid: int = 0
+    pause: int = 0
+    last_pause: int = 0
     is_muted: bool = False
 
     @property
@@ -86,6 +75,18 @@ class RowRecord(Pause):
             self.num_unpaid = self.last_pause = 0
         elif self.last_pause:  # what was tried after a pause failed too
             self._rest()
+
+    def count_gain(self, gain: float) -> None:
+        """After a choice: pauses of 1, 2, 4, ... steps while proposing keeps not paying."""
+        if gain > 1.0:
+            self.num_unpaid = self.pause = 0
+        elif self.num_unpaid < PATIENCE - 1:
+            self.num_unpaid += 1
+        else:
+            self._rest()
+
+    def _rest(self) -> None:
+        self.pause = self.last_pause = min(max(1, 2 * self.last_pause), MAX_PAUSE)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class AdaptiveDrafter(Drafter):
     def __init__(self, inner: CandidateDrafter, budget: AdaptiveBudget) -> None:
         self.inner, self.budget, self.max_nodes = inner, budget, inner.max_nodes
         self._records: defaultdict[int, RowRecord] = defaultdict(RowRecord)
-        self._batches: defaultdict[int, BatchPause] = defaultdict(BatchPause)  # by number of rows
+        self._batches: defaultdict[int, BatchPause] = defaultdict(BatchPause)  # 2-3 rows, 4-7, 8-15, ...
         self._expected: dict[int, float] = {}  # of the step that is being verified
 
     def record(self, row: int) -> RowRecord:
@@ -148,7 +149,7 @@ class AdaptiveDrafter(Drafter):
 
     def propose(self, root: Tensor, hidden: Tensor) -> Draft:
         records = [self._records[row] for row in range(len(root))]
-        pause = records[0] if len(records) == 1 else self._batches[len(records)]
+        pause = records[0] if len(records) == 1 else self._batches[len(records).bit_length()]
         if pause.pause:
             pause.pause -= 1
             self._expected = dict.fromkeys(range(len(root)), 0.0)
@@ -156,7 +157,7 @@ class AdaptiveDrafter(Drafter):
         candidates = self.inner.candidates(root, hidden)
         ratios = torch.tensor([record.ratio for record in records], dtype=torch.float64)
         choice = self.budget.choose(candidates.probability, ratios)
-        pause.count_gain(choice.gain > 1.0)
+        pause.count_gain(choice.gain)
         chosen = candidates.cut(choice.num_nodes)
         self._expected = dict(enumerate((chosen.probability.sum(dim=1) - 1.0).clamp(min=0.0).tolist()))
         return chosen.draft()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa.budget import MAX_PAUSE, AdaptiveBudget, AdaptiveDrafter, RowRecord
+from medusa.budget import MAX_PAUSE, AdaptiveBudget, AdaptiveDrafter, BatchPause, RowRecord
 from medusa.candidates import CandidateDrafter, Candidates
 from medusa.latency_curve import BatchLatency, StepLatency, latency_at
 
@@ -174,17 +174,27 @@ def test_a_prompt_is_no_draft():
 def test_pauses_double_up_to_a_limit_and_end_at_once():
     record, pauses = RowRecord(), []
     for _ in range(10):
-        record.count_gain(False)
+        record.count_gain(0.9)
         pauses.append(record.pause)
         record.pause = 0
     assert pauses == [0, 0, 1, 2, 4, 8, 16, 32, 32, 32] and MAX_PAUSE == 32
-    record.count_gain(True)
+    record.count_gain(1.1)
     record.count(0.0, 2.0)
     assert record.pause == 32, "a promise is not enough"
-    record.count_gain(True)
+    record.count_gain(1.1)
     record.count(2.0, 2.0)
-    record.count_gain(False)
+    record.count_gain(0.9)
     assert record.pause == 0 and record.last_pause == 0
+
+
+def test_batches_pause_at_once_and_start_again_at_once():
+    pause, pauses = BatchPause(), []
+    for _ in range(7):
+        pause.count_gain(1.05)
+        pauses.append(pause.pause)
+    assert pauses == [4, 8, 16, 32, 64, 64, 64], "a little gain is none"
+    pause.count_gain(1.2)
+    assert pause == BatchPause()
 
 
 def test_the_ratio_returns_to_one_while_nothing_is_drafted():
