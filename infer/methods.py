@@ -109,7 +109,7 @@ class TimedDrafter(Drafter):
         self.seconds += time.perf_counter() - start
         return draft
 
-    def observe(self, rows: slice, tokens: Tensor, counts: Tensor, hidden: Tensor) -> None:
+    def observe(self, rows: slice, tokens: Tensor, counts: Tensor, hidden: Tensor | None) -> None:
         start = time.perf_counter()
         self.inner.observe(rows, tokens, counts, hidden)
         self.seconds += time.perf_counter() - start
