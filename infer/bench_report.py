@@ -89,7 +89,8 @@ def plot_bench(result: BenchResult, path: Path) -> None:
     for i, name in enumerate(names):
         heights = [tallies[name].tokens_per_second for tallies in groups.values()]
         places = [group + (i - (len(names) - 1) / 2) * width for group in range(len(groups))]
-        bars = axes.bar(places, heights, width * 0.92, color=COLOURS[name], label=f"{name}: {METHODS[name]}")
+        colour, label = COLOURS.get(name, f"C{i}"), f"{name}: {METHODS[name]}" if name in METHODS else name
+        bars = axes.bar(places, heights, width * 0.92, color=colour, label=label)
         if name not in ("hf", "hf-lookup"):
             ratios = [
                 f"{height / tallies['hf'].tokens_per_second:.1f}x"

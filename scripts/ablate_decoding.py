@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from medusa.infer.bench import BenchResult, bench
+from medusa.infer.bench_report import plot_bench
 from medusa.infer.methods import Method, StockModel, make_methods
 from medusa.infer.prompts import read_prompts
 from medusa.model import MedusaModel
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, help="also draw the speeds here (PNG)")
     options = parser.parse_args()
     sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
     models = {folder.name: MedusaModel.from_pretrained(folder) for folder in options.heads}
@@ -54,6 +56,8 @@ def main() -> None:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"designs": designs} | result.to_dict(), indent=2) + "\n", encoding="utf-8")
     Console(width=160).print(as_table(result, designs))
+    if options.plot:
+        plot_bench(result, options.plot)
 
 
 def as_table(result: BenchResult, designs: dict[str, str]) -> Table:

@@ -291,9 +291,10 @@ def test_the_script_that_compares_trees_of_one_size(workspace, repo_root, tmp_pa
 def test_the_script_that_compares_designs_and_trees(workspace, repo_root, tmp_path):
     report = tmp_path / "decoding.json"
     options = ["--prompts", workspace.prompts, "--limit", "2", "--max-new-tokens", "12", "--json", report]
+    options += ["--plot", tmp_path / "decoding.png"]
     table = run_script(repo_root, "ablate_decoding", "--heads", workspace.heads, *options)
     found = json.loads(report.read_text())
-    assert found["designs"] == {"heads": "medusa"}
+    assert found["designs"] == {"heads": "medusa"} and (tmp_path / "decoding.png").stat().st_size > 10_000
     names = ["hf", "ar", "lookup", *(f"heads: medusa{kind}" for kind in ("-static", "-static-lookup", "-dynamic", ""))]
     assert list(found["methods"]) == names
     assert all(method["num_prompts_different"] == 0 for method in found["methods"].values())
