@@ -187,13 +187,14 @@ def test_pauses_double_up_to_a_limit_and_end_at_once():
     assert record.pause == 0 and record.last_pause == 0
 
 
-def test_batches_pause_at_once_and_start_again_at_once():
+@pytest.mark.parametrize(("num_rows", "little", "enough"), [(2, 1.05, 1.15), (7, 1.05, 1.15), (8, 1.2, 1.3)])
+def test_batches_pause_at_once_and_start_again_at_once(num_rows, little, enough):
     pause, pauses = BatchPause(), []
     for _ in range(7):
-        pause.count_gain(1.05)
+        pause.count_gain(little, num_rows)
         pauses.append(pause.pause)
     assert pauses == [16, 32, 64, 128, 128, 128, 128], "a little gain is none"
-    pause.count_gain(1.2)
+    pause.count_gain(enough, num_rows)
     assert pause == BatchPause()
 
 
