@@ -1,14 +1,16 @@
-"""Load on a running `medusa serve`, from this machine only and bounded: a soak, throughput, fairness, and an end.
+"""Load on a running `medusa serve`, from this machine only and bounded: a soak, speeds, fairness, and an end.
 
     medusa serve --heads runs/quickstart/heads --port 8000 --max-rows 16 --max-waiting 64 &
     python scripts/load_test.py soak       --url http://127.0.0.1:8000 --heads runs/quickstart/heads
+    python scripts/load_test.py single     --url http://127.0.0.1:8000 --heads runs/quickstart/heads
     python scripts/load_test.py throughput --url http://127.0.0.1:8000
     python scripts/load_test.py fairness   --url http://127.0.0.1:8000
     python scripts/load_test.py term       --url http://127.0.0.1:8000 --pid $!
 
 soak: requests of mixed lengths, some of whose clients leave and some malformed; every completed greedy answer must be
 the one that `medusa.infer.generate` gives (ties of the base's own logits are counted apart), no status may be 5xx, and
-the server must be idle afterwards. The others print what they measured. Exit status 1 where a bar is missed.
+the server must be idle afterwards. single: one client's tokens a second, prompt by prompt, against what `medusa bench`
+measures in this process. The others print what they measured. Exit status 1 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -63,11 +65,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server; loopback only")
-    parser.add_argument("--heads", help="soak: heads directory, to compute the answers offline")
-    parser.add_argument("--base", help="soak: base model, where it is not as the heads name it")
+    parser.add_argument("--heads", help="soak, single: heads directory, to compute the answers here")
+    parser.add_argument("--base", help="soak, single: base model, where it is not as the heads name it")
     parser.add_argument("--requests", type=int, default=2000, help="soak: how many, at most 20,000")
     parser.add_argument("--concurrency", type=int, default=16, help="soak and term: clients at once, at most 64")
     parser.add_argument("--max-tokens", type=int, default=48, help="longest answer")
+    parser.add_argument("--prompts", type=Path, default="data/prompts.jsonl", help="single: file of prompts")
+    parser.add_argument("--limit", type=int, default=24, help="single: how many of them")
     parser.add_argument("--prompt-tokens", type=int, default=4000, help="fairness: length of the long prompt")
     parser.add_argument("--levels", default="1,4,8,16", help="throughput: clients at once")
     parser.add_argument("--rounds", type=int, default=3, help="throughput: speculation on and off take turns so often")
@@ -215,6 +219,66 @@ async def wait_idle(http: httpx.AsyncClient, pid: int | None) -> dict[str, float
     return found
 
 
+async def single(options: argparse.Namespace) -> int:
+    """One client against the same engine without a server. They take turns, as who is first does; a prompt each time,
+    so that the server knows none but the chat template's beginning."""
+    if not options.heads:
+        sys.exit("error: got no --heads, expected the directory that the server has")
+    from medusa.infer.bench import encode_prompts
+    from medusa.infer.methods import engine_method
+    from medusa.infer.prompts import read_prompts
+    from medusa.model import MedusaModel
+
+    model = MedusaModel.from_pretrained(options.heads, base=options.base, pack=True)
+    encoded = encode_prompts(model.base, read_prompts(options.prompts, limit=options.limit), options.max_tokens)
+    here = engine_method(model.base, model.drafter)
+    speeds, num_same = {"bench": Speed(), "server": Speed()}, 0
+    async with client(options) as http:
+
+        async def there(ids: list[int], max_tokens: int) -> tuple[list[int], float]:
+            start = time.perf_counter()
+            status, token_ids = await whole(http, {"prompt": ids, "max_tokens": max_tokens, "temperature": 0})
+            assert status == 200 and token_ids, f"the server answered {status}"
+            return token_ids, time.perf_counter() - start
+
+        here(encoded[0], 8)
+        await there(encoded[0][::-1], 8)
+        for number, ids in enumerate(encoded):
+            answers = {}
+            for name in ("bench", "server") if number % 2 else ("server", "bench"):
+                if name == "server":
+                    answers[name], seconds = await there(ids, options.max_tokens)
+                else:
+                    sample = here(ids, options.max_tokens)
+                    answers[name], seconds = sample.token_ids, sample.seconds
+                speeds[name].add(len(answers[name]), seconds)
+            num_same += answers["server"] == answers["bench"]
+    bench, server = speeds["bench"], speeds["server"]
+    ratio = statistics.median(theirs / ours for theirs, ours in zip(server.each, bench.each, strict=True))
+    print(
+        f"server {server.mean:.1f} tokens/s, bench {bench.mean:.1f}, ratio {server.mean / bench.mean:.2f}, "
+        f"median over prompts {ratio:.2f}; {num_same} of {len(encoded)} answers the same"
+    )
+    return 0 if server.mean / bench.mean >= 0.93 else 1
+
+
+@dataclass
+class Speed:
+    """Tokens a second: of each prompt, and of all."""
+
+    each: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.num_tokens / self.seconds
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.each.append(num_tokens / seconds)
+        self.num_tokens, self.seconds = self.num_tokens + num_tokens, self.seconds + seconds
+
+
 async def throughput(options: argparse.Namespace) -> int:
     """Tokens/s of all clients together. On and off take turns, so that a drift of the machine falls on both."""
     failed = False
@@ -310,7 +374,7 @@ def is_running(pid: int) -> bool:
     return False
 
 
-TASKS = {"soak": soak, "throughput": throughput, "fairness": fairness, "term": term}
+TASKS = {"soak": soak, "single": single, "throughput": throughput, "fairness": fairness, "term": term}
 
 if __name__ == "__main__":
     sys.exit(main())
