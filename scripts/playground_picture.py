@@ -12,7 +12,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, ViewportSize, sync_playwright
 
 TIMEOUT_MS = 120_000
 
@@ -32,7 +32,7 @@ def main() -> None:
         parser.error("got no chromium on the path, expected one; apt-get install chromium")
     with sync_playwright() as running:
         browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        size = {"width": options.width, "height": options.height}
+        size: ViewportSize = {"width": options.width, "height": options.height}
         page = browser.new_page(viewport=size, color_scheme="dark" if options.dark else "light")
         page.set_default_timeout(TIMEOUT_MS)
         page.goto(options.url)
