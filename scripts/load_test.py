@@ -10,7 +10,8 @@
 soak: requests of mixed lengths, some of whose clients leave and some malformed; every completed greedy answer must be
 the one that `medusa.infer.generate` gives (ties of the base's own logits are counted apart), no status may be 5xx, and
 the server must be idle afterwards. single: one client's tokens a second, prompt by prompt, against what `medusa bench`
-measures in this process. The others print what they measured. Exit status 1 where a bar is missed.
+measures in this process. throughput: clients that send their next request when they have their answer. The others
+print what they measured, too. Exit status 1 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=24, help="single: how many of them")
     parser.add_argument("--prompt-tokens", type=int, default=4000, help="fairness: length of the long prompt")
     parser.add_argument("--levels", default="1,4,8,16", help="throughput: clients at once")
-    parser.add_argument("--rounds", type=int, default=3, help="throughput: speculation on and off take turns so often")
+    parser.add_argument("--per-client", type=int, default=4, help="throughput: requests by the number of clients")
+    parser.add_argument("--rounds", type=int, default=4, help="throughput: speculation on and off take turns so often")
     parser.add_argument("--pid", type=int, help="term: the server's process; soak: to read its memory")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -283,31 +285,32 @@ async def throughput(options: argparse.Namespace) -> int:
     """Tokens/s of all clients together. On and off take turns, so that a drift of the machine falls on both."""
     failed = False
     async with client(options) as http:
-        await burst(http, options, 1, True, 0)  # warm
+        await chats(http, options, 1, True, 0)  # warm
         for level in map(int, options.levels.split(",")):
             speeds: dict[bool, list[float]] = {True: [], False: []}
             for turn in range(options.rounds):
                 for speculate in (True, False) if turn % 2 else (False, True):
-                    speeds[speculate].append(await burst(http, options, level, speculate, turn))
+                    speeds[speculate].append(await chats(http, options, level, speculate, turn))
             on, off = (statistics.median(speeds[speculate]) for speculate in (True, False))
             print(f"concurrency {level:>2}: on {on:7.1f} tokens/s, off {off:7.1f}, ratio {on / off:.2f}", flush=True)
             failed |= on / off < (1.4 if level == 1 else 0.98)
     return 1 if failed else 0
 
 
-async def burst(http: httpx.AsyncClient, options: argparse.Namespace, level: int, speculate: bool, turn: int) -> float:
-    """`level` chats at once, one answer each; other prompts in each turn, the same for on and off."""
-    rng = random.Random(f"{options.seed} {level} {turn}")
+async def chats(http: httpx.AsyncClient, options: argparse.Namespace, level: int, speculate: bool, turn: int) -> float:
+    """`level` chats at once; whoever is done takes the next. Other prompts in each turn, the same for on and off."""
+    rng, gate = random.Random(f"{options.seed} {level} {turn}"), asyncio.Semaphore(level)
 
-    def body(n: int) -> dict[str, Any]:
-        messages = [{"role": "user", "content": f"Tell me about {rng.choice(TOPICS)}, in your own words ({n})."}]
-        fields = {"messages": messages, "max_tokens": options.max_tokens, "temperature": 0}
-        return fields | {"medusa": {"speculate": speculate}}
+    async def one(n: int, topic: str) -> int:
+        messages = [{"role": "user", "content": f"Tell me about {topic}, in your own words ({n})."}]
+        body = {"messages": messages, "max_tokens": options.max_tokens, "temperature": 0}
+        async with gate:
+            response = await http.post("/v1/chat/completions", json=body | {"medusa": {"speculate": speculate}})
+        return int(response.json()["usage"]["completion_tokens"])
 
-    bodies, start = [body(n) for n in range(level)], time.perf_counter()
-    responses = await asyncio.gather(*(http.post("/v1/chat/completions", json=fields) for fields in bodies))
-    seconds = time.perf_counter() - start
-    return float(sum(response.json()["usage"]["completion_tokens"] for response in responses)) / seconds
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(one(n, rng.choice(TOPICS)) for n in range(level * options.per_client)))
+    return sum(counts) / (time.perf_counter() - start)
 
 
 async def fairness(options: argparse.Namespace) -> int:
