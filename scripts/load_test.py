@@ -331,7 +331,7 @@ async def fairness(options: argparse.Namespace) -> int:
     print(f"first token of a short request: {1000 * alone:.0f} ms alone, {1000 * short:.0f} ms beside a long prompt")
     chunk_ms = 1000 * seconds / chunks
     print(f"the long one: {options.prompt_tokens} tokens in {seconds:.2f} s, about {chunk_ms:.0f} ms a chunk")
-    return 0 if short < 3 * seconds / chunks + alone else 1
+    return 0 if short < 2 * seconds / chunks + alone else 1
 
 
 async def first_token(http: httpx.AsyncClient, body: dict[str, Any]) -> float:

@@ -24,6 +24,7 @@ from medusa.fingerprint import fingerprint
 from medusa.heads import MedusaHeads
 from medusa.infer.server.request_log import LOGGER
 from serving import KEY
+from tiny_models import save_tiny_base
 
 
 def free_port():
@@ -32,14 +33,17 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def heads_dir(tiny_base_dir, tmp_path_factory):
-    base = load_base_model(str(tiny_base_dir))
+def save_random_heads(folder, base_dir):
+    base = load_base_model(str(base_dir))
     heads = MedusaHeads(HeadsConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=128))
     heads.attach_base(base.lm_head_weight, base.embedding_weight)
-    folder = tmp_path_factory.mktemp("served") / "heads"
-    save_heads(folder, heads, HeadsInfo(BaseReference(str(tiny_base_dir), fingerprint(base.model))))
+    save_heads(folder, heads, HeadsInfo(BaseReference(str(base_dir), fingerprint(base.model))))
     return folder
+
+
+@pytest.fixture(scope="module")
+def heads_dir(tiny_base_dir, tmp_path_factory):
+    return save_random_heads(tmp_path_factory.mktemp("served") / "heads", tiny_base_dir)
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +120,37 @@ def test_term_under_load_finishes_what_runs_and_exits_with_zero(process):
     messages = [line["message"] for line in lines]
     assert messages[0] == "serving" and messages.index("draining") < messages.index("drained")
     assert KEY not in errors and "hello" not in errors
+
+
+def soak(repo_root, child, client, heads_dir, num_requests):
+    """The load script's: mixed lengths, clients that leave, malformed bodies, answers compared with offline ones."""
+    command = [sys.executable, str(repo_root / "scripts" / "load_test.py"), "soak", "--url", str(client.base_url)]
+    command += ["--heads", str(heads_dir), "--requests", str(num_requests), "--pid", str(child.pid)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(3600)
+def test_soak(process, heads_dir, repo_root):
+    """MEDUSA_SOAK_REQUESTS=2000 for a real one."""
+    num_requests = int(os.environ.get("MEDUSA_SOAK_REQUESTS", "100"))
+    child, client = process("--max-rows", "16")
+    done = soak(repo_root, child, client, heads_dir, num_requests)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "400" in done.stdout and " 0 clients left" not in done.stdout
+    metrics = client.get("/metrics").text
+    assert float(re.search(r"spec_decode_num_accepted_tokens_total\{.*\} (\S+)", metrics)[1]) > 0
+
+
+def test_the_soak_sees_a_wrong_answer(process, tmp_path, repo_root):
+    """The server has one base and the script another."""
+    served, other = (
+        save_random_heads(tmp_path / f"heads-{seed}", save_tiny_base(tmp_path / f"base-{seed}", seed=seed))
+        for seed in (0, 1)
+    )
+    child, client = process("--heads", str(served))
+    done = soak(repo_root, child, client, other, 10)
+    assert done.returncode == 1 and "expected [" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_second_signal_does_not_wait(process):
