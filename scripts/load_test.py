@@ -319,7 +319,7 @@ async def fairness(options: argparse.Namespace) -> int:
         ids = (await http.post("/tokenize", json={"prompt": "Hello there."})).json()["tokens"]
         await first_token(http, {"prompt": ids, "max_tokens": 1})
         alone = await first_token(http, {"prompt": [*ids, *ids], "max_tokens": 1})
-        rng = random.Random(options.seed)
+        rng = random.Random()  # new in each run: the server remembers prompts
         long = {"prompt": [rng.choice(ids) for _ in range(options.prompt_tokens)], "max_tokens": 1}
         start = time.perf_counter()
         slow = asyncio.create_task(first_token(http, long))
