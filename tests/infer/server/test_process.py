@@ -58,16 +58,16 @@ def _own_logging():
 
 
 @pytest.fixture
-def process(heads_dir):
-    """start(*options) -> (process, client); killed at the end whatever happens."""
+def process(heads_dir, tmp_path):
+    """start(*options) -> (process, client); killed at the end whatever happens. Its log is tmp_path / "server.log":
+    a pipe that nobody reads is full after some 400 requests, and the server waits."""
     started = []
 
     def start(*options, environment=None):
         port = free_port()
         command = [sys.executable, "-m", "medusa", "serve", "--heads", str(heads_dir), "--port", str(port), *options]
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {})
-        )
+        with (tmp_path / "server.log").open("w") as log:
+            child = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | (environment or {}))
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
         started.append((child, client))
         end = time.monotonic() + 60
@@ -76,7 +76,7 @@ def process(heads_dir):
                 if client.get("/health").status_code == 200:
                     return child, client
             except httpx.TransportError:
-                assert child.poll() is None, child.stderr.read()
+                assert child.poll() is None, (tmp_path / "server.log").read_text()
                 assert time.monotonic() < end, "the server did not start"
                 time.sleep(0.05)
 
@@ -84,7 +84,7 @@ def process(heads_dir):
     for child, client in started:
         client.close()
         child.kill()
-        child.communicate()
+        child.wait()
 
 
 def wait_until_running(client):
@@ -92,7 +92,7 @@ def wait_until_running(client):
         time.sleep(0.01)
 
 
-def test_term_under_load_finishes_what_runs_and_exits_with_zero(process):
+def test_term_under_load_finishes_what_runs_and_exits_with_zero(process, tmp_path):
     child, client = process(
         "--log-format", "json", "--max-rows", "2", "--drain-timeout", "20", environment={"MEDUSA_API_KEYS": KEY}
     )
@@ -111,7 +111,8 @@ def test_term_under_load_finishes_what_runs_and_exits_with_zero(process):
     child.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join(60)
-    _, errors = child.communicate(timeout=60)
+    child.wait(timeout=60)
+    errors = (tmp_path / "server.log").read_text()
     assert child.returncode == 0, errors
     assert {answer.status_code for answer in answers} <= {200, 503} and len(answers) == 6
     finished = [answer.json() for answer in answers if answer.status_code == 200]
@@ -165,7 +166,7 @@ def test_a_second_signal_does_not_wait(process):
         time.sleep(0.01)
     child.send_signal(signal.SIGTERM)
     thread.join(30)
-    child.communicate(timeout=30)
+    child.wait(timeout=30)
     assert answers[0].status_code == 503 and child.returncode == 0
 
 
