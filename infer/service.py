@@ -75,7 +75,10 @@ class StepListener(Protocol):
 
 
 class EngineService:
-    """max_waiting: requests beyond the engine's rows; more are refused. listener: see `StepListener`."""
+    """max_waiting: requests beyond the engine's rows; more are refused. listener: see `StepListener`.
+
+    On a CPU, load the model and warm the engine up with `in_short_thread`, which says why.
+    """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 128, listener: StepListener | None = None) -> None:
         if max_waiting < 0:

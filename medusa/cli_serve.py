@@ -95,7 +95,10 @@ def serve(
         cors_origins=cors_origin or (),
         playground=playground,
     )
-    model = MedusaModel.from_pretrained(
-        heads, base=base, dtype=dtype.value, device=device, pack=True, trust_remote_code=trust_remote_code
-    )
-    raise typer.Exit(serve(model, options, keys))
+
+    def load() -> MedusaModel:
+        return MedusaModel.from_pretrained(
+            heads, base=base, dtype=dtype.value, device=device, pack=True, trust_remote_code=trust_remote_code
+        )
+
+    raise typer.Exit(serve(load, options, keys))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from types import FrameType
@@ -19,6 +19,7 @@ from ..engine import Engine
 from ..prefix_cache import PREFIX_CACHE_BYTES
 from ..request import Request
 from ..service import EngineService
+from ..short_thread import in_short_thread
 from .app import create_app
 from .auth import ApiKeys
 from .context import ServerContext
@@ -154,15 +155,15 @@ def make_server(context: ServerContext, app: FastAPI, options: ServeOptions) -> 
     return DrainingServer(config, context, options.drain_timeout_s)
 
 
-def serve(model: MedusaModel, options: ServeOptions, keys: ApiKeys) -> int:
-    """Serve until a signal; returns the exit status."""
+def serve(load: Callable[[], MedusaModel], options: ServeOptions, keys: ApiKeys) -> int:
+    """Serve what `load` gives until a signal; returns the exit status."""
     if not keys and not _is_loopback(options.host):
         warnings.warn(
             f"listening on {options.host} without an API key: whoever reaches this port can use the model; "
             "give --api-key-file",
             stacklevel=2,
         )
-    context = make_context(model, options)
+    context = in_short_thread(lambda: make_context(load(), options))
     app = create_app(context, keys, cors_origins=options.cors_origins, playground=options.playground)
     server = make_server(context, app, options)
     log(

@@ -6,7 +6,9 @@ import asyncio
 import io
 import json
 import logging
+import threading
 import warnings
+from unittest.mock import Mock
 
 import pytest
 
@@ -180,9 +182,32 @@ def test_an_open_server_is_warned_about(monkeypatch):
 
     monkeypatch.setattr(run, "make_context", stop)
     with pytest.warns(UserWarning, match="listening on 0.0.0.0 without an API key"), pytest.raises(Reached):
-        run.serve(None, run.ServeOptions(host="0.0.0.0"), ApiKeys())
+        run.serve(lambda: None, run.ServeOptions(host="0.0.0.0"), ApiKeys())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for host, keys in (("0.0.0.0", ApiKeys([KEY])), ("127.0.0.1", ApiKeys())):
             with pytest.raises(Reached):
-                run.serve(None, run.ServeOptions(host=host), keys)
+                run.serve(lambda: None, run.ServeOptions(host=host), keys)
+
+
+def test_the_model_is_loaded_and_warmed_up_in_a_thread_that_ends(monkeypatch, model):
+    """What is computed in the main thread leaves OpenMP's helpers there, which slows the engine's thread down."""
+    threads, contexts = [], []
+
+    def make_context(model, options):
+        threads.append(threading.current_thread())
+        contexts.append(make(model, options))
+        return contexts[0]
+
+    def load():
+        threads.append(threading.current_thread())
+        return model
+
+    make, server = run.make_context, Mock(started=True)
+    monkeypatch.setattr(run, "make_context", make_context)
+    monkeypatch.setattr(run, "make_server", lambda *arguments: server)
+    assert run.serve(load, run.ServeOptions(max_rows=1), ApiKeys()) == 0
+    contexts[0].service.drain(0)
+    assert len(threads) == 2 and len(set(threads)) == 1
+    server.run.assert_called_once()
+    assert threads[0] is not threading.current_thread() and not threads[0].is_alive()
