@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,28 +11,34 @@ import pytest
 from medusa.infer.short_thread import in_short_thread
 
 COUNT = """
-import os, sys, torch
+import os, sys, time, torch
 from medusa.infer.short_thread import in_short_thread
 
 def compute():
-    return torch.randn(512, 512) @ torch.randn(512, 512)
+    torch.set_num_threads(4)
+    return torch.zeros(1 << 20).exp()
 
-before = len(os.listdir("/proc/self/task"))
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+before = num_threads()
 in_short_thread(compute) if sys.argv[1] == "short" else compute()
-print(len(os.listdir("/proc/self/task")) - before)
+end = time.monotonic() + float(sys.argv[2])  # they end a moment later
+while num_threads() > before and time.monotonic() < end:
+    time.sleep(0.01)
+print(num_threads() - before)
 """
 
 
-def num_left(thread: str) -> int:
-    environment = os.environ | {"OMP_NUM_THREADS": "4"}
-    command = [sys.executable, "-c", COUNT, thread]
-    return int(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+def num_left(thread: str, wait_s: float) -> int:
+    command = [sys.executable, "-c", COUNT, thread, str(wait_s)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
 def test_no_helpers_are_left():
-    assert num_left("main") == 3  # the control
-    assert num_left("short") == 0
+    assert num_left("main", 1) == 3  # the control
+    assert num_left("short", 30) == 0
 
 
 def test_it_gives_what_the_function_returns_or_raises():
