@@ -1,11 +1,11 @@
 """Faster float32 linear layers on a CPU, for the handful of rows that a tree step multiplies.
 
-A matrix product of 8 to 32 rows is where stock `F.linear` is weakest: on some processors oneDNN's prepacked weights are
-several times faster, on others MKL is, but only if the product is written the other way round (`W x^T`). Which one
-wins depends on the machine, the shape and the number of rows, so `pack_linears` measures all three on the model's own
-weights (a few seconds) and gives every layer the best. A packed weight replaces the original: no memory is added,
-but for a weight that is tied to the embeddings. All three compute the same product; `F.linear` is the reference.
-Heads only guess, so theirs may also be rounded to bfloat16, which halves what is read from memory.
+A matrix product of 4 to 32 rows is where stock `F.linear` is weakest: weights packed beforehand by MKL or by oneDNN can
+be several times faster, and so can MKL's product written the other way round (`W x^T`). Which one wins depends on the
+machine, the shape and the number of rows, so `pack_linears` measures all on the model's own weights (a few seconds) and
+gives every layer the best. A packed weight replaces the original: no memory is added, but for a weight that is tied to
+the embeddings. All compute the same product; `F.linear` is the reference, and a kernel that differs from it is not
+used. Heads only guess, so theirs may also be rounded to bfloat16, which halves what is read from memory.
 
 This is the one place that writes onto a base model, and only on one that the engine owns.
 """
@@ -13,11 +13,12 @@ This is the one place that writes onto a base model, and only on one that the en
 from __future__ import annotations
 
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,10 @@ MEASURED_ROWS = (1, 4, 8, 16, 32)
 SAMPLE_BYTES = 600_000_000  # weights that are measured: more than a processor's caches hold
 GROUP_SAMPLE_BYTES = 60_000_000
 REPEATS = 3
+MKL_ROWS = (
+    256  # what MKL lays its weights out for: packed for fewer rows they are slow for more, not the other way round
+)
+TOLERANCE = 1e-4  # of a kernel's output, relative to its norm
 
 Shape = tuple[int, int]  # (out, in)
 Seconds = dict[str, tuple[float, ...]]  # by kernel, then by MEASURED_ROWS
@@ -43,6 +48,24 @@ def multiply_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     if bias is not None:
         product = product + bias
     return product.unflatten(0, x.shape[:-1])
+
+
+class MklWeight(NamedTuple):
+    """packed: opaque. like: float32 [out, in] of one number, from which the operator takes the shape only."""
+
+    packed: Tensor
+    like: Tensor
+
+
+def multiply_mkl(x: Tensor, weight: MklWeight, bias: Tensor | None) -> Tensor:
+    """`weight` as `pack_mkl_weight` made it.
+
+    The operator wants the number of rows that the weight was packed for, and falls back to the original weight for
+    another. MKL itself takes any number with any packing, so it is told the one that there is.
+    """
+    num_rows = x.numel() // x.shape[-1]
+    product: Tensor = torch.ops.mkl._mkl_linear(x, weight.packed, weight.like, bias, num_rows)
+    return product
 
 
 def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,6 +88,12 @@ def pack_weight(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
 
 
+def pack_mkl_weight(weight: Tensor) -> MklWeight:
+    """MKL's packed copy of a float32 [out, in] weight. It must not be moved in memory."""
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach().contiguous(), MKL_ROWS)
+    return MklWeight(packed, torch.zeros(1).expand(weight.shape))
+
+
 def round_weight(weight: Tensor) -> Tensor:
     return pack_weight(weight.bfloat16())
 
@@ -74,15 +103,21 @@ def can_round() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def has_mkl() -> bool:
+    """Whether this torch was built with MKL, as those for x86 are."""
+    return torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
+
+
 KERNELS: dict[str, Kernel] = {
     "plain": multiply_plain,
     "transposed": multiply_transposed,
+    "mkl": multiply_mkl,
     "packed": multiply_packed,
     "rounded": multiply_rounded,
 }
 # Kernels that want the weight in a form of their own, for any number of rows.
-FORMS: dict[str, Callable[[Tensor], Tensor]] = {"packed": pack_weight, "rounded": round_weight}
-EXACT = ("plain", "transposed", "packed")
+FORMS: dict[str, Callable[[Tensor], Any]] = {"mkl": pack_mkl_weight, "packed": pack_weight, "rounded": round_weight}
+EXACT = ("plain", "transposed", *(["mkl"] if has_mkl() else []), "packed")
 
 
 @dataclass(frozen=True)
@@ -100,8 +135,7 @@ class LinearPlan:
 
 
 PLAIN_PLAN = LinearPlan(("plain",) * len(MEASURED_ROWS), "plain")
-PACKED_PLAN = LinearPlan(("packed",) * len(MEASURED_ROWS), "packed")
-ROUNDED_PLAN = LinearPlan(("rounded",) * len(MEASURED_ROWS), "rounded")
+FORM_PLANS = {name: LinearPlan((name,) * len(MEASURED_ROWS), name) for name in FORMS}
 
 
 class FastLinear(nn.Module):
@@ -143,7 +177,7 @@ def choose_plan(seconds: Seconds) -> LinearPlan:
     unpacked = tuple(zip(seconds["plain"], seconds["transposed"], strict=True))
     kernels = tuple("plain" if plain <= other else "transposed" for plain, other in unpacked)
     total = {LinearPlan(kernels, "plain"): sum(min(pair) for pair in unpacked)}
-    total |= {plan: sum(seconds[plan.beyond]) for plan in (PACKED_PLAN, ROUNDED_PLAN) if plan.beyond in seconds}
+    total |= {plan: sum(seconds[name]) for name, plan in FORM_PLANS.items() if name in seconds}
     return min(total, key=lambda plan: total[plan])
 
 
@@ -164,16 +198,33 @@ def measure_kernels(weights: list[Tensor], kernels: Iterable[str] = EXACT) -> di
     """Median seconds of one product by shape, kernel and `MEASURED_ROWS`.
 
     All weights are gone through in the model's order, as a forward does it: what it finds in the processor's caches
-    decides which kernel is faster, and one weight measured over and over would be found there every time.
+    decides which kernel is faster, and one weight measured over and over would be found there every time. A kernel
+    that gives another product than `F.linear` is left out, with a warning.
     """
     shapes = [(weight.shape[0], weight.shape[1]) for weight in weights]
     result: dict[Shape, Seconds] = {shape: {} for shape in shapes}
+    firsts = {shape: index for index, shape in reversed(list(enumerate(shapes)))}
     for name in kernels:
         operands = [FORMS[name](weight) for weight in weights] if name in FORMS else weights
+        checked = firsts.values() if name in FORMS and name in EXACT else ()
+        if not all(is_exact(KERNELS[name], operands[i], weights[i]) for i in checked):
+            message = f"linear layers: the kernel {name!r} computes another product here; decoding may be slower"
+            warnings.warn(message, stacklevel=2)
+            continue
         by_rows = [_time_pass(KERNELS[name], operands, shapes, rows) for rows in MEASURED_ROWS]
         for shape in result:
             result[shape][name] = tuple(seconds[shape] for seconds in by_rows)
     return result
+
+
+def is_exact(kernel: Kernel, operand: Any, weight: Tensor) -> bool:
+    """Whether the kernel gives `F.linear`'s product, up to rounding, for all kinds of numbers of rows."""
+    for rows in (*MEASURED_ROWS, MEASURED_ROWS[-1] + 1):
+        x = torch.randn(rows, weight.shape[1])
+        expected = F.linear(x, weight)
+        if not bool((kernel(x, operand, None) - expected).norm() <= TOLERANCE * expected.norm()):
+            return False
+    return True
 
 
 def _time_pass(kernel: Kernel, operands: list[Tensor], shapes: list[Shape], rows: int) -> dict[Shape, float]:

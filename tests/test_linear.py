@@ -1,4 +1,4 @@
-"""The three kernels are one product; the plan follows from the measured seconds; packing touches what it should."""
+"""The kernels are one product; the plan follows from the measured seconds; packing touches what it should."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import nn
 from medusa import linear
 from medusa.linear import (
     EXACT,
+    FORM_PLANS,
     KERNELS,
-    PACKED_PLAN,
     PLAIN_PLAN,
-    ROUNDED_PLAN,
     FastLinear,
     LinearPlan,
     choose_plan,
@@ -20,12 +19,16 @@ from medusa.linear import (
 )
 from tiny_models import tiny_model
 
+PACKED_PLAN, ROUNDED_PLAN = FORM_PLANS["packed"], FORM_PLANS["rounded"]
 MIXED = LinearPlan(("plain", "transposed", "transposed", "plain", "transposed"), "plain")
 
 
-@pytest.mark.parametrize("plan", [PLAIN_PLAN, PACKED_PLAN, MIXED], ids=["plain", "packed", "mixed"])
+PLANS = {"plain": PLAIN_PLAN, "mixed": MIXED} | {name: FORM_PLANS[name] for name in EXACT if name in FORM_PLANS}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 4), (1, 8), (5, 3), (1, 33), (3, 40)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 4), (1, 8), (5, 3), (1, 33), (3, 40), (2, 150)])
 def test_every_plan_is_f_linear(plan, has_bias, shape):
     reference = nn.Linear(24, 40, bias=has_bias)
     fast = FastLinear(reference.weight, reference.bias, plan)
@@ -45,6 +48,7 @@ def test_the_plan_is_the_fastest_as_measured():
     seconds = {"plain": (1, 4, 4, 4, 9), "transposed": (2, 3, 5, 3, 8), "packed": (3, 3, 3, 3, 7.1)}
     assert choose_plan(seconds).by_rows == ("plain", "transposed", "plain", "transposed", "transposed")
     assert choose_plan(seconds | {"packed": (3, 3, 3, 3, 6)}) == PACKED_PLAN
+    assert choose_plan(seconds | {"packed": (3, 3, 3, 3, 6), "mkl": (3, 3, 3, 3, 5)}) == FORM_PLANS["mkl"]
     assert choose_plan(seconds | {"packed": (3, 3, 3, 3, 6), "rounded": (3, 3, 3, 3, 5)}) == ROUNDED_PLAN
 
 
@@ -63,7 +67,26 @@ def test_rounded_weights_are_near_and_only_where_they_are_allowed(monkeypatch):
     pack_linears(nn.Sequential(nn.Linear(8, 8)))
     monkeypatch.setattr(linear, "can_round", lambda: False)
     pack_linears(nn.Sequential(nn.Linear(8, 8)), may_round=True)
-    assert tried == [set(KERNELS), set(EXACT), set(EXACT)]
+    assert tried == [{*EXACT, "rounded"}, set(EXACT), set(EXACT)]
+    assert {*EXACT, "rounded", "mkl"} == set(KERNELS)
+
+
+@pytest.mark.parametrize("wrong_rows", [1, 8, 33])
+def test_a_kernel_with_another_product_is_left_out(monkeypatch, wrong_rows):
+    def wrong(x, weight, bias):
+        product = linear.multiply_packed(x, weight, bias)
+        return product * 1.001 if len(x) == wrong_rows else product
+
+    monkeypatch.setitem(KERNELS, "packed", wrong)
+    with pytest.warns(UserWarning, match="'packed' computes another product"):
+        seconds = linear.measure_kernels([torch.randn(8, 16), torch.randn(16, 8)])
+    assert all(set(by_kernel) == set(EXACT) - {"packed"} for by_kernel in seconds.values())
+
+
+def test_mkl_is_tried_exactly_where_torch_has_it(monkeypatch):
+    assert linear.has_mkl() == ("mkl" in EXACT) == torch.backends.mkl.is_available()
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not linear.has_mkl()
 
 
 def test_measuring_covers_every_shape_kernel_and_row_count():
@@ -82,8 +105,9 @@ def test_samples_stop_at_the_limit_but_leave_no_shape_out(monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_packing_leaves_the_model_the_same_function(tied, monkeypatch):
-    monkeypatch.setattr(linear, "choose_plan", lambda seconds: PACKED_PLAN)
+@pytest.mark.parametrize("form", [name for name in EXACT if name in FORM_PLANS])
+def test_packing_leaves_the_model_the_same_function(tied, form, monkeypatch):
+    monkeypatch.setattr(linear, "choose_plan", lambda seconds: FORM_PLANS[form])
     model = tiny_model("llama", tie_word_embeddings=tied)
     ids = torch.randint(0, 100, (2, 7))
     with torch.no_grad():
